@@ -1,0 +1,333 @@
+"""The command line: Megatron's own parser plus one group, resolved into frozen configurations.
+
+This module and its sibling ``argument_checks`` are the only readers of Megatron's argument namespace;
+everything below is given a config. The order of precedence: an explicit flag, then the Hugging Face
+checkpoint (the bundled model where none is named), then the defaults below.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron.rl import argument_checks, assets
+from megatron.rl.config import (
+    AdvantageConfig,
+    DataConfig,
+    LossNormalizationConfig,
+    ObjectiveConfig,
+    RewardConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainerConfig,
+)
+from megatron.rl.cpu_platform import is_cpu_platform
+from megatron.rl.errors import ConfigError
+from megatron.rl.objectives import OBJECTIVES
+from megatron.rl.weights import megatron_arguments_from_hf
+
+# What Megatron's flags default to in this program. Its own defaults describe pre-training.
+_DEFAULTS: dict[str, Any] = {
+    "grpo_group_size": 8,
+    "grpo_prompts_per_step": 64,
+    "grpo_iterations": 1,
+    "grpo_clamp_eps_lower": 0.2,
+    "grpo_clamp_eps_upper": 0.28,
+    "grpo_kl_beta": 0.0,
+    "lr": 1e-6,
+    "lr_decay_style": "constant",
+    "train_iters": 200,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "fp8_recipe": "tensorwise",
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+    "use_distributed_optimizer": True,
+    "log_interval": 1,
+    "save_interval": None,
+    "eval_interval": None,
+    "rl_prompts_per_eval": 64,
+    "rerun_mode": "disabled",
+    "ckpt_assume_constant_structure": True,
+}
+# Sizes at which the bundled model learns its problems in two minutes on two cores.
+_BUNDLED_DEFAULTS: dict[str, Any] = {
+    "grpo_group_size": 8,
+    "grpo_prompts_per_step": 32,
+    "lr": 1e-3,
+    "rl_prompts_per_eval": 128,
+}
+_BUNDLED_MINI_BATCHES = 2
+_BUNDLED_STEPS = 50
+# Local layers exist without Transformer Engine and apex; their fusions do not.
+_LOCAL_LAYERS: dict[str, Any] = {
+    "transformer_impl": "local",
+    "apply_rope_fusion": False,
+    "bias_swiglu_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "no_persist_layer_norm": True,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+}
+
+
+@dataclass(frozen=True)
+class ParsedArguments:
+    """Megatron's validated namespace, our config, and what Megatron printed while it validated."""
+
+    megatron: argparse.Namespace
+    run: RunConfig
+    megatron_log: str
+
+
+def add_rl_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the flags that Megatron lacks; those it has (``--grpo-*``, ``--rl-*``, ``--fp8-*``) keep their meaning."""
+    group = parser.add_argument_group("drpo", "policy-gradient training with DRPO (arXiv 2606.09821) and its relatives")
+    add = group.add_argument
+    add("--loss", default="drpo", help=f"objective that is maximised: {', '.join(OBJECTIVES)}")
+    add("--loss-delta", type=float, default=12.5, help="trust-region size delta of drpo, dppo, kl, k3, tv and mask-*")
+    add("--loss-eps", type=float, default=0.2, help="ratio bound of spo")
+    add(
+        "--no-loss-advantage-weight",
+        action="store_false",
+        dest="loss_advantage_weight",
+        help="do not weight the regulariser by abs(advantage)",
+    )
+    add(
+        "--loss-normalization",
+        default="seq-mean-token-sum-norm",
+        choices=["seq-mean-token-sum-norm", "token-mean"],
+        help="token sum over a fixed horizon then mean over sequences, or mean over all tokens",
+    )
+    add("--loss-horizon", type=int, help="tokens; divisor of seq-mean-token-sum-norm (default: the response limit)")
+    add("--token-chunk", type=int, help="tokens whose logits exist at a time in the loss (default: chosen by size)")
+    add("--advantage-std", action="store_true", help="divide advantages by the group's standard deviation")
+    add("--advantage-leave-one-out", action="store_true", help="baseline from the other responses of the group")
+    add("--hf-model", metavar="DIR", help="Hugging Face checkpoint folder (default: the bundled tiny model)")
+    add("--train-prompts", metavar="FILE", help="JSONL of problems (default: the bundled arithmetic)")
+    add(
+        "--eval-prompts",
+        metavar="FILE",
+        help="held-out JSONL (default: the bundled one with bundled prompts, else none)",
+    )
+    add("--max-prompt-tokens", type=int, help="longest prompt (default: 2048, bundled model 16)")
+    add("--max-response-tokens", type=int, help="longest response (default: 8192, bundled model 8)")
+    add(
+        "--overlong-prompts",
+        default="error",
+        choices=["error", "skip"],
+        help="a prompt over the limit stops the run, or is skipped and counted",
+    )
+    add("--apply-chat-template", action="store_true", help="send plain-text prompts through the chat template too")
+    add("--reward", default="math-verify", help="math-verify, exact or reasoning-gym")
+    add("--reward-workers", type=int, default=1, help="scoring processes of each rank")
+    add("--reward-timeout", type=float, default=5.0, help="seconds until the scoring of one response is given up")
+    add("--rollout-engine", default="hf", choices=["hf"], help="hf: transformers inside the trainer's processes")
+    add("--eval-samples", type=int, default=4, help="responses per problem in evaluation")
+    add("--run-dir", metavar="DIR", default="runs/latest", help="metrics, plots, checkpoints and the export go here")
+    return parser
+
+
+def parse_arguments(argv: list[str]) -> ParsedArguments:
+    """Parses ``argv`` (without the program's name), fills in the model, and validates.
+
+    Raises :class:`ConfigError` for every mistake, Megatron's assertions included.
+    """
+    from megatron.training import arguments as megatron_arguments
+
+    explicit: set[str] = set()
+
+    def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        add_rl_arguments(parser)
+        parser.error = _fail  # type: ignore[method-assign, assignment]
+        explicit.update(_explicit_destinations(parser, argv))
+        return parser
+
+    saved, sys.argv = sys.argv, [sys.argv[0], *argv]
+    log = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(log if "--help" not in argv and "-h" not in argv else sys.stdout):
+            args = megatron_arguments.parse_args(provide)
+            hf_config = _resolve(args, explicit)
+            argument_checks.check_before_megatron(args, explicit)
+            multiple = pad_multiple(args)
+            fp8 = _take_fp8_from_megatron(args)
+            _validate(megatron_arguments.validate_args, args)
+    finally:
+        sys.argv = saved
+    run = _run_config(args, fp8, multiple)
+    argument_checks.check_run(run, hf_config)
+    return ParsedArguments(args, run, log.getvalue())
+
+
+def _fail(message: str) -> NoReturn:
+    raise ConfigError(f"{message}; --help lists the flags")
+
+
+def _explicit_destinations(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:
+    given = {word.split("=", 1)[0] for word in argv if word.startswith("--")}
+    return {action.dest for action in parser._actions if given.intersection(action.option_strings)}
+
+
+def _resolve(args: argparse.Namespace, explicit: set[str]) -> dict:
+    """Fills every flag that was not given, in order of precedence. Returns the Hugging Face config."""
+
+    def fill(values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if name not in explicit:
+                setattr(args, name, value)
+
+    bundled = args.hf_model is None
+    args.hf_model = str(assets.bundled_model_dir()) if bundled else args.hf_model
+    hf_config = read_hf_config(args.hf_model)
+    fill(_DEFAULTS)
+    if bundled:
+        fill(_BUNDLED_DEFAULTS)
+    fill(megatron_arguments_from_hf(hf_config))
+    fill({"max_prompt_tokens": 16 if bundled else 2048, "max_response_tokens": 8 if bundled else 8192})
+    if args.train_prompts is None and bundled:
+        fill({"train_prompts": str(assets.bundled_train_prompts()), "eval_prompts": str(assets.bundled_eval_prompts())})
+    if is_cpu_platform():
+        fill({"distributed_backend": "gloo"})
+        if (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) > 1:
+            fill({"moe_token_dispatcher_type": "allgather"})  # gloo has no uneven all-gather, which all-to-all needs
+    if not _has_transformer_engine():
+        fill(_LOCAL_LAYERS)
+    argument_checks.check_sizes(args)
+    _fill_sizes(args, explicit, bundled)
+    return hf_config
+
+
+def _fill_sizes(args: argparse.Namespace, explicit: set[str], bundled: bool) -> None:
+    batch = args.grpo_prompts_per_step * args.grpo_group_size
+    if "global_batch_size" not in explicit:
+        args.global_batch_size = batch // _BUNDLED_MINI_BATCHES if bundled and batch % 2 == 0 else batch
+    if "train_iters" not in explicit and bundled:
+        args.train_iters = _BUNDLED_STEPS * (batch * args.grpo_iterations // args.global_batch_size)
+    model_ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    per_rank = args.global_batch_size // max(1, args.world_size // model_ranks)
+    if "micro_batch_size" not in explicit:
+        limit = per_rank if bundled else min(8, per_rank)
+        args.micro_batch_size = next((n for n in range(limit, 0, -1) if per_rank % n == 0), 1)
+    if "seq_length" not in explicit:
+        multiple = pad_multiple(args)
+        args.seq_length = -(-(args.max_prompt_tokens + args.max_response_tokens) // multiple) * multiple
+    if "max_position_embeddings" not in explicit:
+        args.max_position_embeddings = max(args.max_position_embeddings or 0, args.seq_length)
+    if args.save is None:
+        args.save = os.path.join(args.run_dir, "checkpoints")
+    if args.save_interval is None:
+        args.save_interval = args.train_iters
+    args.num_workers = 0
+    args.exit_on_missing_checkpoint = True
+
+
+def pad_multiple(args: argparse.Namespace) -> int:
+    """Tokens to a multiple of which rows are padded: for sequence and context parallelism and FP8's GEMMs."""
+    multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    if args.context_parallel_size > 1:
+        multiple *= 2 * args.context_parallel_size
+    return math.lcm(multiple, 16 if args.fp8 else 1)
+
+
+def read_hf_config(folder: str) -> dict:
+    """The config.json of a Hugging Face checkpoint folder. Raises :class:`ConfigError` where there is none."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"--hf-model {folder}: no config.json there; name a Hugging Face checkpoint folder")
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not JSON ({error}); download the checkpoint again") from None
+
+
+def _has_transformer_engine() -> bool:
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return HAVE_TE and not is_cpu_platform()
+
+
+def _take_fp8_from_megatron(args: argparse.Namespace) -> tuple[str | None, str | None]:
+    """FP8 flags; where they are emulated, Megatron is not told, since it would ask for Transformer Engine."""
+    fp8 = (args.fp8, args.fp8_recipe if args.fp8 else None)
+    if args.transformer_impl == "local":
+        args.fp8 = None
+    return fp8
+
+
+def _validate(validate_args: Any, args: argparse.Namespace) -> None:
+    try:
+        validate_args(args, {})
+    except AssertionError as error:
+        raise ConfigError(f"Megatron refuses the flags: {error or _failed_assertion(error)}") from error
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"Megatron refuses the flags: {error}") from error
+
+
+def _failed_assertion(error: AssertionError) -> str:
+    import traceback
+
+    return (traceback.extract_tb(error.__traceback__)[-1].line or "").removeprefix("assert ")
+
+
+def _run_config(args: argparse.Namespace, fp8: tuple[str | None, str | None], multiple: int) -> RunConfig:
+    return RunConfig(
+        objective=ObjectiveConfig(
+            name=args.loss,
+            delta=args.loss_delta,
+            eps=args.loss_eps,
+            eps_low=args.grpo_clamp_eps_lower,
+            eps_high=args.grpo_clamp_eps_upper,
+            advantage_weight=args.loss_advantage_weight,
+        ),
+        sampling=SamplingConfig(
+            max_new_tokens=args.max_response_tokens,
+            temperature=args.rl_default_temperature,
+            top_p=args.rl_default_top_p or 1.0,
+            top_k=max(args.rl_default_top_k, 0),
+        ),
+        advantage=AdvantageConfig(args.advantage_std, args.advantage_leave_one_out),
+        normalization=LossNormalizationConfig(
+            args.loss_normalization, args.loss_horizon if args.loss_horizon is not None else args.max_response_tokens
+        ),
+        reward=RewardConfig(args.reward, args.reward_workers, args.reward_timeout),
+        data=DataConfig(
+            args.train_prompts,
+            args.eval_prompts,
+            args.max_prompt_tokens,
+            args.max_response_tokens,
+            args.overlong_prompts,
+            args.apply_chat_template,
+        ),
+        trainer=TrainerConfig(
+            prompts_per_step=args.grpo_prompts_per_step,
+            group_size=args.grpo_group_size,
+            iterations=args.grpo_iterations,
+            mini_batch_size=args.global_batch_size,
+            micro_batch_size=args.micro_batch_size,
+            train_iters=args.train_iters,
+            seed=args.seed,
+            eval_interval=args.eval_interval,
+            save_interval=args.save_interval,
+            eval_prompts=args.rl_prompts_per_eval,
+            eval_samples=args.eval_samples,
+            run_dir=os.path.abspath(args.run_dir),
+            tensorboard_dir=args.tensorboard_dir or os.path.join(os.path.abspath(args.run_dir), "tensorboard"),
+            entropy_coeff=args.grpo_entropy_term_weight,
+            token_chunk=args.token_chunk,
+            pad_to_multiple=multiple,
+        ),
+        hf_model=args.hf_model,
+        bf16=args.bf16,
+        rollout_engine=args.rollout_engine,
+        fp8_format=fp8[0],
+        fp8_recipe=fp8[1],
+    )

@@ -1,0 +1,113 @@
+"""Frozen configurations of the RL stage. No torch here: a launcher or a linter may import this file."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """Which per-token objective is maximised, and its trust region."""
+
+    name: str = "drpo"
+    delta: float = 12.5  # trust-region size of drpo, dppo, kl, k3, tv and the mask-* family
+    eps: float = 0.2  # ratio bound of spo
+    eps_low: float = 0.2  # lower clip of grpo
+    eps_high: float = 0.28  # upper clip of grpo
+    advantage_weight: bool = True  # weight the regulariser by abs(advantage)
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How a rollout engine samples. top_p = 1 and top_k = 0 mean: no truncation."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    """Group-relative advantages: reward minus the group's mean, with two options."""
+
+    normalize_std: bool = False  # divide by the group's standard deviation
+    leave_one_out: bool = False  # baseline from the other members of the group only
+    unscored: str = "zero"  # a timed-out or failed scoring counts as score 0; or "exclude": it is left out
+
+
+@dataclass(frozen=True)
+class LossNormalizationConfig:
+    """How per-token objectives become one number; denominators are global over data-parallel ranks."""
+
+    mode: str = "seq-mean-token-sum-norm"  # or "token-mean"
+    horizon: int | None = None  # tokens; the fixed divisor of seq-mean-token-sum-norm
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Which reward scores a response, and in how many worker processes, with which deadline."""
+
+    name: str = "math-verify"
+    workers: int = 2
+    timeout_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which prompts are trained and evaluated on, and their limits in tokens."""
+
+    train_prompts: str
+    eval_prompts: str | None
+    max_prompt_tokens: int
+    max_response_tokens: int
+    overlong_prompts: str = "error"  # or "skip": leave them out and count them
+    apply_chat_template: bool = False  # to plain text too; lists of messages always go through it
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The loop: sizes of a rollout batch and its mini-batches, evaluation, seeds, output."""
+
+    prompts_per_step: int
+    group_size: int
+    iterations: int  # epochs over each rollout batch
+    mini_batch_size: int  # responses of one optimizer step, over all data-parallel ranks
+    micro_batch_size: int  # responses of one forward pass of one rank
+    train_iters: int  # optimizer steps of the whole run
+    seed: int
+    eval_interval: int | None  # optimizer steps between evaluations; None: only before the first and after the last
+    save_interval: int  # optimizer steps between checkpoints; there is one after the last in any case
+    eval_prompts: int
+    eval_samples: int  # responses a prompt in evaluation
+    run_dir: str
+    tensorboard_dir: str | None
+    entropy_coeff: float = 0.0
+    token_chunk: int | None = None
+    pad_to_multiple: int = 1
+
+    @property
+    def iterations_per_step(self) -> int:
+        """Optimizer steps taken on one rollout batch."""
+        return self.prompts_per_step * self.group_size * self.iterations // self.mini_batch_size
+
+    @property
+    def steps(self) -> int:
+        """Rollout batches of the whole run."""
+        return self.train_iters // self.iterations_per_step
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that the loop reads, resolved once from the command line."""
+
+    objective: ObjectiveConfig
+    sampling: SamplingConfig
+    advantage: AdvantageConfig
+    normalization: LossNormalizationConfig
+    reward: RewardConfig
+    data: DataConfig
+    trainer: TrainerConfig
+    hf_model: str
+    bf16: bool = False
+    rollout_engine: str = "hf"
+    fp8_format: str | None = None
+    fp8_recipe: str | None = None

@@ -1,0 +1,139 @@
+"""Transformer layers without Transformer Engine, for CPUs and for GPUs that lack it.
+
+They are megatron-core's local layers, with the two pieces it lacks: an RMSNorm that accepts sequence
+parallelism, and an attention core whose memory is linear in the tokens.
+"""
+
+import dataclasses
+
+import torch
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules, get_mlp_module_spec_for_backend
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron.core.utils import divide
+
+
+class LocalRMSNorm(torch.nn.Module):
+    """RMSNorm over the last dimension, computed in float32, whose weight may be sequence-parallel.
+
+    Megatron sums the gradients of weights marked ``sequence_parallel`` over the tensor-parallel group.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
+        super().__init__()
+        if config.normalization != "RMSNorm":
+            raise ValueError(f"the local layers have RMSNorm only (got {config.normalization})")
+        self.eps = eps
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size] to the same shape and dtype."""
+        normed = torch.nn.functional.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class LocalCoreAttention(MegatronModule):
+    """Causal attention on [sequence, batch, heads, head size], by torch's memory-efficient kernels.
+
+    Padding stands at the end of a row, so the causal mask already keeps it from every real token.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: object,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        if config.context_parallel_size > 1:
+            raise ValueError("the local attention core has no context parallelism yet; use --context-parallel-size 1")
+        if pg_collection is None:
+            raise ValueError("the local attention core needs its process groups")
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout:
+            raise ValueError(
+                f"policies are trained without attention dropout; pass --attention-dropout 0 (got {dropout})"
+            )
+        self.softmax_scale = softmax_scale
+        heads = divide(config.num_attention_heads, pg_collection.tp.size())
+        self.output_size = heads * (config.kv_channels or divide(config.hidden_size, config.num_attention_heads))
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: object = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: object = None,
+    ) -> torch.Tensor:
+        """[s, b, heads, d] and [s, b, groups, d] twice to [s, b, heads * d]."""
+        if packed_seq_params is not None or attention_bias is not None:
+            raise ValueError("the local attention core takes neither packed sequences nor a bias")
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        context = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        s, b = query.shape[:2]
+        return context.permute(2, 0, 1, 3).reshape(s, b, self.output_size)
+
+
+class LocalLayersProvider(LocalSpecProvider):
+    """megatron-core's local layers with this module's norm and attention core."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+        return LocalRMSNorm
+
+    def core_attention(self) -> type:
+        return LocalCoreAttention
+
+
+def local_block_spec(
+    config: TransformerConfig, backend: LocalSpecProvider, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage, dense or mixture-of-experts as ``config.moe_layer_freq`` says."""
+    specs = {is_moe: _layer_spec(config, backend, is_moe) for is_moe in _moe_pattern(config)}
+    layers = [specs[is_moe] for is_moe in _moe_pattern(config)]
+    offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=layers[offset : offset + count], layer_norm=backend.layer_norm())
+
+
+def _moe_pattern(config: TransformerConfig) -> list[bool]:
+    if config.num_moe_experts is None:
+        return [False] * config.num_layers
+    if isinstance(config.moe_layer_freq, int):
+        return [i % config.moe_layer_freq == 0 for i in range(config.num_layers)]
+    return [bool(flag) for flag in config.moe_layer_freq]
+
+
+def _layer_spec(config: TransformerConfig, backend: LocalSpecProvider, is_moe: bool) -> ModuleSpec:
+    base = get_gpt_layer_local_submodules(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    norm = backend.layer_norm()
+    attention = base.self_attention
+    attention.submodules = dataclasses.replace(
+        attention.submodules,
+        linear_qkv=backend.column_parallel_linear(),
+        linear_proj=backend.row_parallel_linear(),
+        core_attention=backend.core_attention(),
+        **({"q_layernorm": norm, "k_layernorm": norm} if config.qk_layernorm else {}),
+    )
+    mlp = get_mlp_module_spec_for_backend(
+        backend=backend, num_experts=config.num_moe_experts if is_moe else None, moe_grouped_gemm=False
+    )
+    submodules = dataclasses.replace(base, input_layernorm=norm, pre_mlp_layernorm=norm, mlp=mlp)
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)

@@ -1,0 +1,129 @@
+"""The record of a run: one line a step in ``metrics.jsonl``, the same in TensorBoard, and an echo to a display."""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from megatron.rl.run_log.files import METRICS_FILE, Record, not_writable, read_records, to_json
+from megatron.rl.run_log.names import METRICS
+
+_NOT_DRAWN = ("step", "wall_time")
+
+
+class RunLog:
+    """Writes a run's records on rank 0; on other ranks every call does nothing.
+
+    Use as a context manager, or call :meth:`close`. Every record is on the disk when :meth:`write` returns.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        rank: int,
+        tensorboard_dir: str | Path | None = None,
+        resume_step: int | None = None,
+        echo: Callable[[Record], None] | None = None,
+    ) -> None:
+        """Opens the files.
+
+        Args:
+            run_dir: made where it is missing.
+            rank: global rank of this process.
+            tensorboard_dir: None for no TensorBoard.
+            resume_step: the last step of the checkpoint that is resumed: later lines of an earlier life are dropped.
+                None for a new run: an older ``metrics.jsonl`` is renamed, see :attr:`renamed`.
+            echo: is given every record after it is written, such as ``ProgressDisplay.show``.
+
+        Raises :class:`megatron.rl.errors.OutputError` where the folder cannot be written.
+        """
+        self.renamed: Path | None = None  # where an earlier run's records were moved
+        self._file: TextIO | None = None
+        self._board: Any = None
+        self._echo = echo
+        if rank != 0:
+            return
+        self._path = Path(run_dir) / METRICS_FILE
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._make_room(resume_step)
+            self._file = self._path.open("a", encoding="utf-8")
+            if tensorboard_dir is not None:
+                self._board = _open_board(Path(tensorboard_dir), resume_step)
+        except OSError as error:
+            self.close()
+            raise not_writable(self._path, error) from error
+
+    def write(self, record: Mapping[str, float]) -> None:
+        """Records one step, or one evaluation under its step's number. ``wall_time`` is added here.
+
+        Raises:
+            ValueError: no ``step``, or a name that is not in :data:`megatron.rl.run_log.METRICS`.
+            OutputError: the disk is full, or gone.
+        """
+        if self._file is None:
+            return
+        if "step" not in record:
+            raise ValueError("a record needs its step")
+        if unknown := sorted(record.keys() - METRICS.keys()):
+            raise ValueError(f"metrics without an entry in METRICS: {', '.join(unknown)}")
+        complete = {**record, "wall_time": time.time()}
+        try:
+            self._file.write(to_json(complete) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._draw(complete)
+        except OSError as error:
+            raise not_writable(self._path, error) from error
+        if self._echo is not None:
+            self._echo(complete)
+
+    def close(self) -> None:
+        """Closes the files. Safe to call twice."""
+        file, board, self._file, self._board = self._file, self._board, None, None
+        if board is not None:
+            board.close()
+        if file is not None:
+            file.close()
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _draw(self, record: Record) -> None:
+        if self._board is None:
+            return
+        for name, value in record.items():
+            if name not in _NOT_DRAWN:
+                self._board.add_scalar(name, value, global_step=int(record["step"]), walltime=record["wall_time"])
+        self._board.flush()
+
+    def _make_room(self, resume_step: int | None) -> None:
+        """Moves an earlier run's records away, or cuts them off behind the step that is resumed."""
+        if not self._path.is_file():
+            return
+        if resume_step is None:
+            number = 1
+            while (target := self._path.with_name(f"metrics.{number}.jsonl")).exists():
+                number += 1
+            self._path.rename(target)
+            self.renamed = target
+            return
+        kept = [to_json(record) + "\n" for record in read_records(self._path) if record["step"] <= resume_step]
+        replacement = self._path.with_suffix(".part")
+        replacement.write_text("".join(kept), encoding="utf-8")
+        replacement.replace(self._path)
+
+
+def _open_board(folder: Path, resume_step: int | None) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    # TensorBoard then hides what an earlier life, or an earlier run in this folder, wrote from that step on.
+    return SummaryWriter(str(folder), purge_step=0 if resume_step is None else resume_step + 1)

@@ -1,0 +1,166 @@
+"""Builds the parts of a run from the command line and hands them to the trainer. Cheap checks come first."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron.rl import checkpoint, setup, start_up
+from megatron.rl.arguments import ParsedArguments, parse_arguments, read_hf_config
+from megatron.rl.collector import Collector
+from megatron.rl.config import RunConfig
+from megatron.rl.data import PromptSampler, PromptSet, load_prompts
+from megatron.rl.errors import ConfigError
+from megatron.rl.objectives import Objective, get_objective
+from megatron.rl.policy.learner import HeadSettings, Learner
+from megatron.rl.reporting import Reporter
+from megatron.rl.rewards import Scorer, check_prompts, make_scorer
+from megatron.rl.rollout.hf import HFEngine
+from megatron.rl.trainer import Parts, Progress, Trainer
+from megatron.rl.weights import export_hf_weights, load_hf_weights, load_into_hf_model, save_hf_checkpoint
+
+_PREFLIGHT_PROMPTS = 16
+
+
+def run(argv: list[str]) -> None:
+    """The whole program. Raises :class:`megatron.rl.errors.UserError` for a user's mistake."""
+    parsed = parse_arguments(argv)
+    config = parsed.run
+    tokenizer = load_tokenizer(config.hf_model)
+    train = _prompts(config.data.train_prompts, config, tokenizer)
+    held_out = _prompts(config.data.eval_prompts, config, tokenizer) if config.data.eval_prompts else None
+    with make_scorer(config.reward) as scorer:
+        if parsed.megatron.rank == 0:  # ranks score alike, so one checks for all
+            for prompts in filter(None, (train, held_out)):
+                check_prompts(scorer, prompts)
+        setup.initialize(parsed.megatron)
+        try:
+            _train(parsed, tokenizer, scorer, train, held_out)
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+def load_tokenizer(folder: str) -> Any:
+    """The tokenizer of a Hugging Face folder. Raises :class:`ConfigError` where it cannot be loaded."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(f"--hf-model {folder}: its tokenizer cannot be loaded: {first}") from error
+
+
+def _prompts(path: str, config: RunConfig, tokenizer: Any) -> PromptSet:
+    return load_prompts(
+        path,
+        tokenizer,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        overlong=config.data.overlong_prompts,
+        apply_chat_template="always" if config.data.apply_chat_template else "auto",
+    )
+
+
+def _train(
+    parsed: ParsedArguments, tokenizer: Any, scorer: Scorer, train: PromptSet, held_out: PromptSet | None
+) -> None:
+    args, config = parsed.megatron, parsed.run
+    hf_config = read_hf_config(config.hf_model)
+    policy = setup.build_policy(args, config)
+    progress, sampler = Progress(), PromptSampler(train, config.trainer.seed)
+    if args.load:
+        progress.iteration, state = checkpoint.load_checkpoint(args, policy)
+        progress.step = state["step"]
+        sampler.load_state_dict(state["prompts"])
+    else:
+        load_hf_weights(policy.chunks, config.hf_model, hf_config=hf_config, pg_collection=policy.groups)
+        policy.optimizer.reload_model_params()
+    export_dir = os.path.join(config.trainer.run_dir, "hf")
+
+    def export() -> Iterator[tuple[str, torch.Tensor]]:
+        return export_hf_weights(policy.chunks, hf_config=hf_config, pg_collection=policy.groups)
+
+    def save_checkpoint() -> None:
+        state = {"step": progress.step, "prompts": sampler.state_dict()}
+        checkpoint.save_checkpoint(args, policy, progress.iteration, state)
+
+    with (
+        _engine(config, tokenizer, args.params_dtype, policy.device) as engine,
+        Reporter(config, policy.groups, policy.device, progress.step if args.load else None) as reporter,
+    ):
+        reporter.start(*start_up.describe(parsed, policy, train, held_out))
+        parts = Parts(
+            learner=Learner(
+                policy.chunks,
+                policy.optimizer,
+                policy.scheduler,
+                policy.config,
+                policy.groups,
+                HeadSettings(
+                    vocab_size=policy.vocab_size,
+                    temperature=config.sampling.temperature,
+                    objective=_objective(config),
+                    entropy_coeff=config.trainer.entropy_coeff,
+                    token_chunk=config.trainer.token_chunk,
+                ),
+            ),
+            engine=engine,
+            collector=Collector(
+                engine, scorer, tokenizer, seed=config.trainer.seed, group=torch.distributed.group.WORLD
+            ),
+            prompts=sampler,
+            preflight_prompts=train[:_PREFLIGHT_PROMPTS],
+            eval_prompts=held_out[: config.trainer.eval_prompts] if held_out is not None else (),
+            reporter=reporter,
+            export_weights=export,
+            save_checkpoint=save_checkpoint,
+            export_folder=lambda: save_hf_checkpoint(export_dir, export(), source_dir=config.hf_model),
+            saved=(("Megatron checkpoint", args.save), ("Hugging Face export", export_dir)),
+            groups=policy.groups,
+            pad_id=_pad_id(tokenizer),
+            device=policy.device,
+        )
+        Trainer(config, parts, progress).train()
+
+
+def _objective(config: RunConfig) -> Objective:
+    objective = config.objective
+    return get_objective(
+        objective.name,
+        delta=objective.delta,
+        eps=objective.eps,
+        eps_low=objective.eps_low,
+        eps_high=objective.eps_high,
+        advantage_weight=objective.advantage_weight,
+    )
+
+
+def _engine(config: RunConfig, tokenizer: Any, dtype: torch.dtype, device: torch.device) -> HFEngine:
+    return HFEngine(
+        config.hf_model,
+        load_tensors=load_into_hf_model,
+        eos_token_ids=_eos_token_ids(config.hf_model, tokenizer),
+        pad_token_id=_pad_id(tokenizer),
+        device=device,
+        dtype=dtype,
+    )
+
+
+def _eos_token_ids(folder: str, tokenizer: Any) -> list[int]:
+    """The tokens that end a response: those of generation_config.json, else of the tokenizer."""
+    from transformers import GenerationConfig
+
+    found: Any = None
+    if os.path.isfile(os.path.join(folder, "generation_config.json")):
+        found = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    if found is None:
+        found = tokenizer.eos_token_id
+    if found is None:
+        raise ConfigError(f"--hf-model {folder}: neither generation_config.json nor the tokenizer names an eos token")
+    return [found] if isinstance(found, int) else list(found)
+
+
+def _pad_id(tokenizer: Any) -> int:
+    """Any id will do: padding is masked by position."""
+    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)

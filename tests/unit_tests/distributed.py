@@ -1,0 +1,94 @@
+"""One helper that runs a function on several gloo ranks and brings results and errors back."""
+
+import os
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class RankFailure(AssertionError):
+    """A rank failed; the message is that rank's own traceback."""
+
+
+def free_port() -> int:
+    """A TCP port that the system says is free on loopback."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _entry(rank: int, world_size: int, port: int, fn: Callable, args: tuple, results: Any) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+        HF_HUB_OFFLINE="1",
+    )
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        value = fn(rank, world_size, *args)
+        dist.barrier()
+        results.put((rank, None, value))
+    except BaseException:
+        results.put((rank, traceback.format_exc(), None))
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 60) -> list[Any]:
+    """Runs ``fn(rank, world_size, *args)`` on ``world_size`` gloo processes; returns their values by rank.
+
+    ``fn`` is module-level and its values can be pickled. Raises :class:`RankFailure` with the first failing
+    rank's traceback, or with the ranks still silent after ``timeout`` seconds. Leaves no process behind.
+    """
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    port = free_port()
+    processes = [
+        context.Process(target=_entry, args=(rank, world_size, port, fn, args, results), daemon=True)
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    values: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        while len(values) < world_size:
+            try:
+                rank, error, value = results.get(timeout=0.5)
+            except queue.Empty:
+                _check_alive(processes, values, deadline, timeout)
+                continue
+            if error is not None:
+                raise RankFailure(f"rank {rank} of {world_size} failed:\n{error}")
+            values[rank] = value
+    finally:
+        for process in processes:
+            process.join(timeout=2 if len(values) == world_size else 0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    return [values[rank] for rank in range(world_size)]
+
+
+def _check_alive(processes: list, values: dict, deadline: float, timeout: float) -> None:
+    for rank, process in enumerate(processes):
+        if rank not in values and process.exitcode not in (None, 0, 1):
+            raise RankFailure(f"rank {rank} died with exit code {process.exitcode}")
+    if time.monotonic() > deadline:
+        silent = [rank for rank in range(len(processes)) if rank not in values]
+        raise RankFailure(f"ranks {silent} gave nothing within {timeout} s")

@@ -1,0 +1,140 @@
+"""The command line: precedence, Megatron's own flags, and every mistake in one line."""
+
+import json
+
+import pytest
+
+from megatron.rl import assets
+from megatron.rl.arguments import parse_arguments
+from megatron.rl.errors import ConfigError, UserError
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+
+
+def test_the_bare_command_takes_the_bundled_model():
+    parsed = parse_arguments(["--loss", "drpo", "--fp8-format", "e4m3"])
+    run, args = parsed.run, parsed.megatron
+    assert run.hf_model == str(assets.bundled_model_dir())
+    assert run.data.train_prompts == str(assets.bundled_train_prompts())
+    assert (run.objective.name, run.objective.delta) == ("drpo", 12.5)
+    assert (run.fp8_format, run.fp8_recipe) == ("e4m3", "tensorwise")
+    assert args.num_experts == 8 and args.moe_router_topk == 2 and args.transformer_impl == "local"
+    assert run.trainer.pad_to_multiple == 16
+    assert run.trainer.steps * run.trainer.iterations_per_step == run.trainer.train_iters
+    assert (run.objective.eps_low, run.objective.eps_high) == (0.2, 0.28)
+
+
+def test_explicit_megatron_flags_win():
+    parsed = parse_arguments(
+        [
+            "--grpo-group-size",
+            "4",
+            "--grpo-prompts-per-step",
+            "6",
+            "--global-batch-size",
+            "8",
+            "--train-iters",
+            "9",
+            "--lr",
+            "3e-5",
+            "--seed",
+            "7",
+            "--rl-default-temperature",
+            "0.7",
+            "--grpo-clamp-eps-lower",
+            "0.1",
+            "--rotary-base",
+            "500",
+            "--moe-router-topk=1",
+        ]
+    )
+    run, args = parsed.run, parsed.megatron
+    assert (run.trainer.group_size, run.trainer.prompts_per_step, run.trainer.mini_batch_size) == (4, 6, 8)
+    assert (run.trainer.iterations_per_step, run.trainer.steps) == (3, 3)
+    assert (args.lr, args.seed, run.sampling.temperature, run.objective.eps_low) == (3e-5, 7, 0.7, 0.1)
+    assert (args.rotary_base, args.moe_router_topk) == (500, 1)
+
+
+def test_hf_model_gives_the_architecture(tmp_path):
+    config = json.loads((assets.bundled_model_dir() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 6, "vocab_size": 101}))
+    prompts = str(assets.bundled_train_prompts())
+    parsed = parse_arguments(
+        [
+            "--hf-model",
+            str(tmp_path),
+            "--train-prompts",
+            prompts,
+            "--max-prompt-tokens",
+            "9",
+            "--max-response-tokens",
+            "7",
+        ]
+    )
+    assert (parsed.megatron.num_layers, parsed.megatron.vocab_size) == (6, 101)
+    assert parsed.megatron.lr == 1e-6
+    assert parsed.run.normalization.horizon == 7
+
+
+def test_top_p_and_top_k_of_megatron_mean_none():
+    sampling = parse_arguments([]).run.sampling
+    assert (sampling.top_p, sampling.top_k) == (1.0, 0)
+
+
+MISTAKES = {
+    "--loss nonsense": "nonsense",
+    "--loss-delta 0": "delta",
+    "--loss-delta -1": "delta",
+    "--grpo-group-size 1": "group",
+    "--grpo-group-size 0": "group-size",
+    "--tensor-model-parallel-size 3": "multiple of 3",
+    "--tensor-model-parallel-size 2": "nproc-per-node",
+    "--pipeline-model-parallel-size 5": "multiple of 5",
+    "--expert-model-parallel-size 3": "does not divide",
+    "--train-prompts nowhere.jsonl": "no such file",
+    "--hf-model nowhere": "config.json",
+    "--global-batch-size 7": "does not divide",
+    "--micro-batch-size 7": "not a multiple",
+    "--train-iters 7": "multiple",
+    "--eval-interval 3": "multiple",
+    "--max-response-tokens 100000": "positions",
+    "--grpo-kl-beta 0.1": "reference model",
+    "--rl-default-temperature 0": "positive",
+    "--rl-generation-lag 1": "no effect",
+    "--fp8-format e4m3 --fp8-recipe blockwise": "blockwise",
+    "--fp8-format e5m9": "fp8-format",
+    "--no-such-flag": "no-such-flag",
+    "--lr": "expected one argument",
+    "--grpo-group-size many": "invalid int value",
+    "--transformer-impl transformer_engine": "GPU",
+    "--distributed-backend nccl": "gloo",
+    "--fp16": "bf16",
+    "--data-path x": "train-prompts",
+    "--rl-use-sequence-packing": "padded",
+    "--loss-normalization mean": "invalid choice",
+    "--reward-workers 0": "reward-workers",
+    "--eval-samples 0": "eval-samples",
+    "--token-chunk 0": "token-chunk",
+    "--lr nan": "lr",
+    "--lr -1": "lr",
+    "--rl-default-temperature nan": "positive",
+}
+
+
+@pytest.mark.parametrize("flags", MISTAKES)
+def test_a_mistake_is_one_line_that_names_it(flags):
+    with pytest.raises(UserError) as caught:
+        parse_arguments(flags.split())
+    message = str(caught.value)
+    assert MISTAKES[flags] in message, message
+    assert "\n" not in message and len(message) < 400
+
+
+def test_an_empty_config_is_told(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not JSON"):
+        parse_arguments(["--hf-model", str(tmp_path)])
