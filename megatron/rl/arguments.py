@@ -51,7 +51,6 @@ _DEFAULTS: dict[str, Any] = {
     "use_distributed_optimizer": True,
     "log_interval": 1,
     "save_interval": None,
-    "eval_interval": None,
     "rl_prompts_per_eval": 64,
     "rerun_mode": "disabled",
     "ckpt_assume_constant_structure": True,
@@ -60,11 +59,12 @@ _DEFAULTS: dict[str, Any] = {
 _BUNDLED_DEFAULTS: dict[str, Any] = {
     "grpo_group_size": 8,
     "grpo_prompts_per_step": 32,
-    "lr": 1e-3,
+    "lr": 3e-4,
     "rl_prompts_per_eval": 128,
 }
 _BUNDLED_MINI_BATCHES = 2
 _BUNDLED_STEPS = 50
+_BUNDLED_STEPS_BETWEEN_EVALUATIONS = 10
 # Local layers exist without Transformer Engine and apex; their fusions do not.
 _LOCAL_LAYERS: dict[str, Any] = {
     "transformer_impl": "local",
@@ -210,8 +210,11 @@ def _fill_sizes(args: argparse.Namespace, explicit: set[str], bundled: bool) -> 
     batch = args.grpo_prompts_per_step * args.grpo_group_size
     if "global_batch_size" not in explicit:
         args.global_batch_size = batch // _BUNDLED_MINI_BATCHES if bundled and batch % 2 == 0 else batch
+    per_step = max(1, batch * args.grpo_iterations // args.global_batch_size)
     if "train_iters" not in explicit and bundled:
-        args.train_iters = _BUNDLED_STEPS * (batch * args.grpo_iterations // args.global_batch_size)
+        args.train_iters = _BUNDLED_STEPS * per_step
+    if "eval_interval" not in explicit:
+        args.eval_interval = (_BUNDLED_STEPS_BETWEEN_EVALUATIONS if bundled else 20) * per_step
     model_ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     per_rank = args.global_batch_size // max(1, args.world_size // model_ranks)
     if "micro_batch_size" not in explicit:

@@ -37,7 +37,7 @@ class Reporter:
         self._device = device
         self._rank = torch.distributed.get_rank()
         trainer = run.trainer
-        interval = (trainer.eval_interval or 0) // trainer.iterations_per_step
+        interval = trainer.eval_interval // trainer.iterations_per_step
         self._display = ProgressDisplay(
             trainer.steps, rank=self._rank, eval_interval=interval, start_step=start_step or 0
         )

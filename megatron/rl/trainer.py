@@ -153,9 +153,9 @@ class Trainer:
         self._progress.evaluations.append((self._progress.step, evaluation))
         self._report.evaluation(self._progress.step, self._progress.iteration, evaluation)
 
-    def _is_due(self, interval: int | None) -> bool:
-        """Whether something done every ``interval`` optimizer steps is to be done now; None: never."""
-        return interval is not None and self._progress.iteration % interval == 0
+    def _is_due(self, interval: int) -> bool:
+        """Whether something done every ``interval`` optimizer steps is to be done now."""
+        return self._progress.iteration % interval == 0
 
 
 def _without_advantage(prompt: Prompt, completion: Completion, reward: RewardResult) -> Sample:

@@ -63,5 +63,5 @@ def check_tokens(problems: dict[str, tuple[torch.Tensor, torch.Tensor]], tokens:
         if count:
             entry = int(bad.nonzero()[0])
             token = entry if isinstance(tokens, slice) else int(tokens[entry])
-            others = f", and {count - 1} more such tokens" if count > 1 else ""
-            raise TokenError(f"{rule}; it does not at token {token}{others} (got {values[entry].item()})", token)
+            others = f", and {count - 1} more" if count > 1 else ""
+            raise TokenError(f"{rule}; not so at token {token}{others} (got {values[entry].item()})", token)

@@ -60,7 +60,8 @@ class Panel:
             axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center", color=GREY)
             return
         self.draw(axes, table)
-        axes.set_xlim(-0.04 * table.last_step, 1.04 * table.last_step)
+        margin = max(0.04 * table.last_step, 0.5)  # room for a step's bar
+        axes.set_xlim(-margin, table.last_step + margin)
         if axes.get_legend_handles_labels()[0] and axes.get_legend() is None:
             add_legend(axes)
 

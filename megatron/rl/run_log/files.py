@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +81,11 @@ def read_metrics(run_dir: str | Path) -> list[Record]:
     return [steps[step] for step in sorted(steps)]
 
 
-def not_writable(path: Path, error: OSError) -> OutputError:
-    """What a failed write is told as."""
-    return OutputError(
-        f"{path} cannot be written ({error.strerror or error}); free the disk or choose another --run-dir"
-    )
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Tells a failed write to ``path`` as an :class:`OutputError`."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise OutputError(f"{path} cannot be written ({reason}); free the disk or choose another --run-dir") from error

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from megatron.rl.errors import OutputError
-from megatron.rl.run_log.files import TOKENS_FILE, not_writable
+from megatron.rl.run_log.files import TOKENS_FILE, writing
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,11 @@ class TokenSampleWriter:
             "stride": np.array(self._stride),
         }
         replacement = self._path.with_suffix(".part")
-        try:
+        with writing(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with replacement.open("wb") as file:
                 np.savez(file, **arrays)
             replacement.replace(self._path)
-        except OSError as error:
-            raise not_writable(self._path, error) from error
 
 
 def _array(x: torch.Tensor) -> np.ndarray:

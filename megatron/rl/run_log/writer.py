@@ -3,11 +3,12 @@
 import os
 import time
 from collections.abc import Callable, Mapping
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
-from megatron.rl.run_log.files import METRICS_FILE, Record, not_writable, read_records, to_json
+from megatron.rl.run_log.files import METRICS_FILE, Record, read_records, to_json, writing
 from megatron.rl.run_log.names import METRICS
 
 _NOT_DRAWN = ("step", "wall_time")
@@ -41,53 +42,56 @@ class RunLog:
         Raises :class:`megatron.rl.errors.OutputError` where the folder cannot be written.
         """
         self.renamed: Path | None = None  # where an earlier run's records were moved
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
         self._board: Any = None
         self._echo = echo
-        if rank != 0:
+        self._writes = rank == 0
+        if not self._writes:
             return
         self._path = Path(run_dir) / METRICS_FILE
-        try:
+        with writing(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._make_room(resume_step)
-            self._file = self._path.open("a", encoding="utf-8")
-            if tensorboard_dir is not None:
+            # Unbuffered: what a full disk refused must not come up again when the file is closed.
+            self._file = self._path.open("ab", buffering=0)
+        if tensorboard_dir is not None:
+            with writing(Path(tensorboard_dir)):
                 self._board = _open_board(Path(tensorboard_dir), resume_step)
-        except OSError as error:
-            self.close()
-            raise not_writable(self._path, error) from error
 
     def write(self, record: Mapping[str, float]) -> None:
         """Records one step, or one evaluation under its step's number. ``wall_time`` is added here.
 
         Raises:
-            ValueError: no ``step``, or a name that is not in :data:`megatron.rl.run_log.METRICS`.
-            OutputError: the disk is full, or gone.
+            ValueError: a closed log, no ``step``, or a name that is not in :data:`megatron.rl.run_log.METRICS`.
+            OutputError: the disk is full, or gone; also where TensorBoard's files are.
         """
-        if self._file is None:
+        if not self._writes:
             return
+        if self._file is None:
+            raise ValueError("the run's log is closed")
         if "step" not in record:
             raise ValueError("a record needs its step")
         if unknown := sorted(record.keys() - METRICS.keys()):
             raise ValueError(f"metrics without an entry in METRICS: {', '.join(unknown)}")
         complete = {**record, "wall_time": time.time()}
-        try:
-            self._file.write(to_json(complete) + "\n")
-            self._file.flush()
+        with writing(self._path):
+            rest = (to_json(complete) + "\n").encode()
+            while rest:  # a nearly full disk takes a part, then refuses
+                rest = rest[self._file.write(rest) :]
             os.fsync(self._file.fileno())
-            self._draw(complete)
-        except OSError as error:
-            raise not_writable(self._path, error) from error
+        self._draw(complete)
         if self._echo is not None:
             self._echo(complete)
 
     def close(self) -> None:
-        """Closes the files. Safe to call twice."""
+        """Closes the files. Safe to call twice. Raises :class:`OutputError` where the last bytes cannot be written."""
         file, board, self._file, self._board = self._file, self._board, None, None
-        if board is not None:
-            board.close()
         if file is not None:
-            file.close()
+            with writing(self._path):
+                file.close()
+        if board is not None:
+            with writing(Path(board.log_dir)):
+                board.close()
 
     def __enter__(self) -> "RunLog":
         return self
@@ -100,10 +104,11 @@ class RunLog:
     def _draw(self, record: Record) -> None:
         if self._board is None:
             return
-        for name, value in record.items():
-            if name not in _NOT_DRAWN:
-                self._board.add_scalar(name, value, global_step=int(record["step"]), walltime=record["wall_time"])
-        self._board.flush()
+        with writing(Path(self._board.log_dir)):
+            for name, value in record.items():
+                if name not in _NOT_DRAWN:
+                    self._board.add_scalar(name, value, global_step=int(record["step"]), walltime=record["wall_time"])
+            self._board.flush()
 
     def _make_room(self, resume_step: int | None) -> None:
         """Moves an earlier run's records away, or cuts them off behind the step that is resumed."""

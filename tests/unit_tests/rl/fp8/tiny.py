@@ -1,6 +1,8 @@
 """A small GPTModel with the same weights in every parallel layout, in emulated FP8 or without."""
 
+import contextlib
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,11 +44,18 @@ class Layout:
         return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def start_alone() -> ProcessGroupCollection:
+@contextlib.contextmanager
+def alone() -> Iterator[ProcessGroupCollection]:
     """Process groups of this process alone."""
-    if not dist.is_initialized():
+    ours = not dist.is_initialized()
+    if ours:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return Layout().start()
+    try:
+        yield Layout().start()
+    finally:
+        parallel_state.destroy_model_parallel()
+        if ours:
+            dist.destroy_process_group()
 
 
 def transformer_config(layout: Layout | None = None, **changes: Any) -> TransformerConfig:

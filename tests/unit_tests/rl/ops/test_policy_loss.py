@@ -245,7 +245,7 @@ def test_unmasked_value_that_is_not_finite_is_refused(field, value):
     case = make_case(9, 4, 31, masked=0.0)
     case.loss_weights[0] = 0
     getattr(case, field)[[5, 7]] = value
-    with pytest.raises(DataError, match=rf"finite.*token 5, and 1 more such tokens \(got {value}\)"):
+    with pytest.raises(DataError, match=rf"finite.*token 5, and 1 more \(got {value}\)"):
         call(case)
 
 

@@ -178,7 +178,7 @@ def all_checks(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_layout_gives_the_answer_of_one_rank(world_size):
-    run_ranks(world_size, all_checks, timeout=120)
+    run_ranks(world_size, all_checks, timeout=240)
 
 
 class OneRank:

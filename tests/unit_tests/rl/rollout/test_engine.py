@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megatron.rl.config import SamplingConfig
 from megatron.rl.errors import RolloutError
@@ -11,6 +12,7 @@ from megatron.rl.types import Completion, GenerationRequest
 
 SAMPLING = SamplingConfig(max_new_tokens=4)
 REQUEST = GenerationRequest("step1/prompt3/sample0", (5, 6), SAMPLING, seed=1)
+TENSORS = [("a", torch.zeros(1)), ("b", torch.ones(1))]
 GOOD = Completion("step1/prompt3/sample0", (5, 6), (7, 2), (-0.5, 0.0), "stop", (0, 0))
 
 
@@ -111,15 +113,15 @@ def test_two_requests_with_one_id_are_a_bug_of_the_caller():
 def test_a_failed_update_stops_the_engine_until_one_succeeds():
     engine = ScriptedEngine([GOOD], load_error=ConnectionError("gone"))
     with pytest.raises(ConnectionError):
-        engine.update_weights(iter([("a", 1), ("b", 2)]), version=7)
+        engine.update_weights(iter(TENSORS), version=7)
     with pytest.raises(RolloutError, match="half updated"):
         engine.generate([REQUEST])
     with pytest.raises(RolloutError, match="half updated"):
         _ = engine.version
     engine.load_error = None
-    engine.update_weights(iter([("a", 1), ("b", 2)]), version=8)
+    engine.update_weights(iter(TENSORS), version=8)
     assert engine.version == 8
-    assert engine.loaded[-2:] == [("a", 1), ("b", 2)]
+    assert engine.loaded[-2:] == TENSORS
     assert list(engine.generate([REQUEST])) == [GOOD]
 
 

@@ -34,9 +34,10 @@ def test_probabilities_follow_the_definition_and_are_renormalised(temperature, t
     assert (logprobs.isinf() == (expected == 0)).all()
 
 
-def test_ties_at_the_edge_of_top_k_go_to_the_lower_id():
-    logprobs = sampled_logprobs(torch.zeros(1, 5), SamplingConfig(1, top_k=2))
-    torch.testing.assert_close(logprobs.exp(), torch.tensor([[0.5, 0.5, 0.0, 0.0, 0.0]]))
+@pytest.mark.parametrize("sampling", [SamplingConfig(1, top_k=2), SamplingConfig(1, top_p=0.5)])
+def test_ties_at_the_edge_go_to_the_lower_id_and_no_token_too_many_is_kept(sampling):
+    logprobs = sampled_logprobs(torch.zeros(1, 4), sampling)
+    torch.testing.assert_close(logprobs.exp(), torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(1, 0.6), SamplingConfig(1, 1.0, 0.8, 9)])

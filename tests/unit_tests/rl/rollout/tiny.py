@@ -15,7 +15,7 @@ from megatron.rl.weights import load_into_hf_model
 VOCAB, PAD, EOS = 61, 0, 2
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
-    "hidden_size": 32,
+    "hidden_size": 48,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 6,
