@@ -11,18 +11,17 @@ cd "$(dirname "$0")/../.."
 tools/setup_env.sh
 model=runs/assets/smollm2-135m-instruct
 problems=runs/assets/chain_sum
+settings='{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}'
 [ -f $model/model.safetensors ] || .venv/bin/python tools/make_smollm2.py --out $model
-for part in train:2000:1 eval:64:2; do
-    IFS=: read -r name count seed <<< "$part"
-    [ -f $problems.$name.jsonl ] || .venv/bin/python tools/make_reasoning_gym_prompts.py \
-        --dataset chain_sum --count "$count" --seed "$seed" --out $problems.$name.jsonl
-done
+[ -f $problems.eval.jsonl ] || .venv/bin/python tools/make_reasoning_gym_prompts.py --dataset chain_sum \
+    --config "$settings" --count 32 --seed 1 --out $problems.eval.jsonl
+[ -f $problems.train.jsonl ] || .venv/bin/python tools/make_reasoning_gym_prompts.py --dataset chain_sum \
+    --config "$settings" --count 1000 --seed 2 --exclude $problems.eval.jsonl --out $problems.train.jsonl
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)}
 exec .venv/bin/torchrun --standalone --nproc-per-node "${PROCESSES:-1}" pretrain_rl.py \
     --loss drpo --hf-model $model \
     --train-prompts $problems.train.jsonl --eval-prompts $problems.eval.jsonl \
-    --reward reasoning-gym --apply-chat-template \
-    --max-prompt-tokens 96 --max-response-tokens 32 \
+    --reward reasoning-gym --max-prompt-tokens 64 --max-response-tokens 16 \
     --grpo-prompts-per-step 8 --grpo-group-size 8 --global-batch-size 64 --micro-batch-size 16 \
     --lr 1e-5 --train-iters 100 --eval-interval 20 --rl-prompts-per-eval 32 --eval-samples 2 \
     --run-dir runs/smollm2 "$@"

@@ -75,6 +75,11 @@ def check_before_megatron(args: argparse.Namespace, explicit: set[str]) -> None:
     for name, reason in _WITHOUT_EFFECT.items():
         if name in explicit and getattr(args, name) not in (None, False, 0):
             raise ConfigError(f"--{name.replace('_', '-')} has no effect here: {reason}")
+    if args.rl_default_top_p not in (0, 1) or args.rl_default_top_k > 0:
+        raise ConfigError(
+            "--rl-default-top-p and --rl-default-top-k truncate the behaviour policy, and the trainer's policy is not "
+            f"truncated with it; leave them out (got {args.rl_default_top_p} and {args.rl_default_top_k})"
+        )
     if args.grpo_kl_beta:
         raise ConfigError(
             f"--grpo-kl-beta needs a reference model, and there is none here; use 0 (got {args.grpo_kl_beta})"

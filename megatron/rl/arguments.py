@@ -63,7 +63,7 @@ _BUNDLED_DEFAULTS: dict[str, Any] = {
     "rl_prompts_per_eval": 128,
 }
 _BUNDLED_MINI_BATCHES = 2
-_BUNDLED_STEPS = 50
+_BUNDLED_STEPS = 40
 _BUNDLED_STEPS_BETWEEN_EVALUATIONS = 10
 # Local layers exist without Transformer Engine and apex; their fusions do not.
 _LOCAL_LAYERS: dict[str, Any] = {

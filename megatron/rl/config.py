@@ -74,7 +74,9 @@ class TrainerConfig:
     micro_batch_size: int  # responses of one forward pass of one rank
     train_iters: int  # optimizer steps of the whole run
     seed: int
-    eval_interval: int  # optimizer steps between evaluations; there is one before the first and after the last in any case
+    eval_interval: (
+        int  # optimizer steps between evaluations; there is one before the first and after the last in any case
+    )
     save_interval: int  # optimizer steps between checkpoints; there is one after the last in any case
     eval_prompts: int
     eval_samples: int  # responses a prompt in evaluation

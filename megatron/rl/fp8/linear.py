@@ -2,14 +2,15 @@
 
 Forward Q(X) Q(W)^T, data gradient Q(dY) Q(W), weight gradient Q(dY)^T Q(X). The FP8 numbers themselves are
 multiplied, and both scales are applied to the sum, as FP8 tensor cores do. Communication is that of megatron-core's
-linears, save that sequence-parallel inputs travel in FP8.
+linears, save that sequence-parallel inputs travel in FP8 and float32 row-parallel outputs are summed in float64 first.
 
-The result does not depend on the parallel layout, for which two things are needed. First, a scale belongs to the
-whole tensor: where ranks hold pieces of one, the largest magnitude is taken over them (Transformer Engine scales the
-tensor-parallel shards of a weight separately). Every rank of a group must therefore run the same layers in the same
-order, also those whose share is empty. Second, a float32 model's forward sums are exact: a difference in the last
-bit would move some number of the next layer to the neighbouring FP8 number, a sixteenth away. Products of e4m3 numbers
-are multiples of 2^-18 below 2^18, so float64 holds sums of up to 2^17 of them exactly, in any order and over any ranks.
+The forward result does not depend on the parallel layout, for which two things are needed. First, a scale belongs to
+the whole tensor: where ranks hold pieces of one, the largest magnitude is taken over them (Transformer Engine scales
+the tensor-parallel shards of a weight separately). Every rank of a group must therefore run the same layers in the
+same order, also those whose share is empty. Second, a float32 model's forward sums are exact: a difference in the last
+bit would move some number of the next layer to the neighbouring FP8 number, up to an eighth away. Products of e4m3
+numbers are multiples of 2^-18 below 2^18, so float64 holds sums of up to 2^17 of them exactly, in any order and over
+any ranks. Backward sums are float32: the head's gradient already depends on the layout in its last bit.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,8 @@
 """Problems of reasoning-gym as a prompt file."""
 
+import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,12 @@ from megatron.rl.rewards.names import unknown_name
 from megatron.rl.rewards.reasoning_gym_scorer import score
 
 
-def make_records(dataset: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """The first ``count`` problems of a data set with its default settings, in this project's prompt layout.
+def make_records(
+    dataset: str, count: int, seed: int, settings: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """The first ``count`` problems of a data set, in this project's prompt layout.
 
+    ``settings`` are the data set's own, such as ``{"max_terms": 2}``; the others stay at their defaults.
     ``metadata`` is the whole entry, which the reasoning-gym reward needs. Raises :class:`RewardError` for an
     unknown data set, and for one that cannot be trained on from a file: no text as answer, or an entry that
     does not survive JSON, shown by its own answer not scoring 1 afterwards.
@@ -24,10 +29,24 @@ def make_records(dataset: str, count: int, seed: int) -> list[dict[str, Any]]:
     if count < 1:
         raise RewardError(f"at least 1 problem must be made (got {count})")
     try:
-        entries = list(reasoning_gym.create_dataset(dataset, size=count, seed=seed))
+        entries = list(reasoning_gym.create_dataset(dataset, size=count, seed=seed, **(settings or {})))
     except AssertionError as error:
-        raise RewardError(f"reasoning-gym data set {dataset} has no usable default settings ({error})") from error
+        raise RewardError(
+            f"reasoning-gym data set {dataset} refuses its settings ({error}); change --config"
+        ) from error
+    except TypeError as error:
+        known = ", ".join(field.name for field in dataclasses.fields(DATASETS[dataset][1]))
+        raise RewardError(f"reasoning-gym data set {dataset} has the settings {known} (got {settings})") from error
     return [_record(dataset, number, entry) for number, entry in enumerate(entries)]
+
+
+def without_prompts_of(path: Path, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``records`` less those whose prompt is in the prompt file ``path``: small data sets give problems twice."""
+    try:
+        known = {json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines()}
+    except (OSError, ValueError, KeyError) as error:
+        raise RewardError(f"--exclude {path}: not a prompt file of this tool ({error})") from error
+    return [record for record in records if record["prompt"] not in known]
 
 
 def write_prompt_file(path: Path, records: list[dict[str, Any]]) -> None:

@@ -78,9 +78,7 @@ def started(flags: Sequence[str], *, load: bool = True) -> Iterator[Started]:
         policy = setup.build_policy(parsed.megatron, parsed.run)
         here = Started(parsed, policy, read_hf_config(parsed.run.hf_model))
         if load:
-            load_hf_weights(
-                policy.chunks, parsed.run.hf_model, hf_config=here.hf_config, pg_collection=policy.groups
-            )
+            load_hf_weights(policy.chunks, parsed.run.hf_model, hf_config=here.hf_config, pg_collection=policy.groups)
             policy.optimizer.reload_model_params()
         yield here
     finally:
@@ -104,14 +102,15 @@ def take_down() -> None:
 def make_samples(count: int, vocab_size: int, seed: int = 0) -> list[Sample]:
     """Random samples of 1 to 6 prompt and 1 to 7 response tokens, the last of them without a response.
 
-    Their log mu is between -4 and 0; advantages have both signs and one is zero.
+    Their log mu is between -4 and 0; advantages have both signs and one is zero. Token 0 is left out: it pads, and
+    ``transformers`` never trains the embedding of the padding token.
     """
     rng = random.Random(seed)
     samples = []
     for index in range(count):
         response = 0 if index == count - 1 and count > 1 else rng.randint(1, 7)
         prompt_ids, token_ids = (
-            tuple(rng.randrange(vocab_size) for _ in range(length)) for length in (rng.randint(1, 6), response)
+            tuple(rng.randrange(1, vocab_size) for _ in range(length)) for length in (rng.randint(1, 6), response)
         )
         completion = Completion(
             f"sample{index}",

@@ -119,6 +119,8 @@ MISTAKES = {
     "--reward-workers 0": "reward-workers",
     "--eval-samples 0": "eval-samples",
     "--token-chunk 0": "token-chunk",
+    "--rl-default-top-p 0.9": "truncate",
+    "--rl-default-top-k 20": "truncate",
     "--lr nan": "lr",
     "--lr -1": "lr",
     "--rl-default-temperature nan": "positive",
