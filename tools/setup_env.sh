@@ -30,7 +30,7 @@ find_python() {
 }
 
 current() {
-    [ -x $venv/bin/python ] && [ -f $stamp ] && cmp -s <(cat requirements.lock pyproject.toml) $stamp
+    [ -x $venv/bin/python ] && [ -f $stamp ] && cmp -s requirements.lock $stamp
 }
 
 install_locked() {
@@ -58,5 +58,5 @@ say "installing the packages of requirements.lock (about 3 GB to download, 5 GB 
 install_locked
 say "installing this project into $venv"
 $venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
-cat requirements.lock pyproject.toml > $stamp
+cp requirements.lock $stamp
 say "done in $((SECONDS - start)) s"

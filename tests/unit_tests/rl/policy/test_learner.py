@@ -7,13 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.rl import assets
-from megatron.rl.config import LossNormalizationConfig
-from tests.unit_tests.distributed import run_ranks
-from tests.unit_tests.rl import started
-from tests.unit_tests.rl.weights import tiny
+from megatron.rl import cpu_platform
 
-import torch  # isort: skip  (after the CPU platform, which the two modules above install)
+cpu_platform.install()
+import torch  # noqa: E402
+
+from megatron.rl import assets  # noqa: E402
+from megatron.rl.config import LossNormalizationConfig  # noqa: E402
+from tests.unit_tests.distributed import run_ranks  # noqa: E402
+from tests.unit_tests.rl import started  # noqa: E402
+from tests.unit_tests.rl.weights import tiny  # noqa: E402
 
 DELTA, TEMPERATURE, HORIZON = 0.2, 0.8, 9
 # Adam divides by a gradient's own size, so it blows the rounding of a gradient near zero up to a whole step; an eps

@@ -50,8 +50,7 @@ def test_a_middle_stage_has_layers_only(groups):
 
 
 def test_llama_3_rope_scaling_reaches_the_model(groups):
-    plain = _build(groups).rotary_pos_emb.inv_freq
-    shape = ModelShape(64, 32, False, 5000.0, 1.0, rope_scaling=True, rope_scaling_factor=4.0)
-    scaled = _build(groups, shape).rotary_pos_emb.inv_freq
+    shapes = [ModelShape(64, 32, False, 5e5, 1.0, rope_scaling=on, rope_scaling_factor=4.0) for on in (False, True)]
+    plain, scaled = (_build(groups, shape).rotary_pos_emb.inv_freq for shape in shapes)
     assert scaled[0] == plain[0]  # high frequencies stay
     assert scaled[-1].item() == pytest.approx(plain[-1].item() / 4)  # low ones are divided
