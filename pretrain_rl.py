@@ -28,8 +28,8 @@ def main(argv: list[str]) -> int:
 def _quiet_libraries() -> None:
     """Libraries warn of missing packages and of calls that they make themselves; our start-up says what is used."""
     warnings.filterwarnings("ignore", module=r"(megatron\.(core|training)|torch\.distributed)\b")
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    logging.getLogger("megatron.training").setLevel(logging.ERROR)
+    for name in ("megatron.core", "megatron.training", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _report(message: str) -> None:

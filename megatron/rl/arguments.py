@@ -11,6 +11,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,6 +149,8 @@ def parse_arguments(argv: list[str]) -> ParsedArguments:
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         add_rl_arguments(parser)
         parser.error = _fail  # type: ignore[method-assign, assignment]
+        for action in parser._actions:
+            action.help = _with_percent_signs_escaped(action.help)
         explicit.update(_explicit_destinations(parser, argv))
         return parser
 
@@ -170,6 +173,11 @@ def parse_arguments(argv: list[str]) -> ParsedArguments:
 
 def _fail(message: str) -> NoReturn:
     raise ConfigError(f"{message}; --help lists the flags")
+
+
+def _with_percent_signs_escaped(text: str | None) -> str | None:
+    """Some of Megatron's help texts hold a bare percent sign, at which argparse breaks."""
+    return text if text is None else re.sub(r"%(?![(%])(?<!%%)", "%%", text)
 
 
 def _explicit_destinations(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:

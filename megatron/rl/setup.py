@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,9 @@ def initialize(args: argparse.Namespace) -> None:
     logging.getLogger("megatron").setLevel(logging.WARNING)
     set_global_variables(args, build_tokenizer=False)
     initialize_rerun_state_machine(mode=RerunMode(args.rerun_mode))
+    if args.world_size == 1:  # started without torchrun, a process meets nobody, on any free port
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "0")
     with cpu_platform.one_device_per_rank():
         megatron_initialize._initialize_distributed(None, None, None)
         megatron_initialize._set_random_seed(args.seed, args.data_parallel_random_init)

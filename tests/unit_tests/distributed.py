@@ -1,6 +1,7 @@
 """One helper that runs a function on several gloo ranks and brings results and errors back."""
 
 import os
+import pickle
 import queue
 import socket
 import time
@@ -40,7 +41,8 @@ def _entry(rank: int, world_size: int, port: int, fn: Callable, args: tuple, res
         dist.init_process_group("gloo", rank=rank, world_size=world_size)
         value = fn(rank, world_size, *args)
         dist.barrier()
-        results.put((rank, None, value))
+        # By value: a tensor in shared memory may be gone with its rank before it is fetched.
+        results.put((rank, None, pickle.dumps(value)))
     except BaseException:
         results.put((rank, traceback.format_exc(), None))
         raise
@@ -59,7 +61,8 @@ def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 60) ->
     results = context.Queue()
     port = free_port()
     processes = [
-        context.Process(target=_entry, args=(rank, world_size, port, fn, args, results), daemon=True)
+        # not daemons, which may have no children: Megatron writes checkpoints with the help of one
+        context.Process(target=_entry, args=(rank, world_size, port, fn, args, results))
         for rank in range(world_size)
     ]
     for process in processes:
@@ -75,7 +78,7 @@ def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 60) ->
                 continue
             if error is not None:
                 raise RankFailure(f"rank {rank} of {world_size} failed:\n{error}")
-            values[rank] = value
+            values[rank] = pickle.loads(value)
     finally:
         for process in processes:
             process.join(timeout=2 if len(values) == world_size else 0)

@@ -136,6 +136,14 @@ def test_a_mistake_is_one_line_that_names_it(flags):
     assert "\n" not in message and len(message) < 400
 
 
+def test_help_lists_our_flags(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "--loss-delta" in text and "--grpo-group-size" in text
+
+
 def test_an_empty_config_is_told(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="not JSON"):

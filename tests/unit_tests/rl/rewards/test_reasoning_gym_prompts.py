@@ -58,7 +58,7 @@ def test_records_follow_the_seed_alone():
         ("basic_aritmetic", 5, "unknown reasoning-gym data set 'basic_aritmetic'; did you mean: basic_arithmetic"),
         ("chain_sum", 0, "at least 1 problem.*got 0"),
         ("rubiks_cube", 1, "no text as answer .got None"),
-        ("composite", 1, "no usable default settings"),
+        ("composite", 1, "refuses its settings"),
         ("rearc", 1, "gives its own answer a score of 0.05, not 1"),
     ],
 )
@@ -69,3 +69,23 @@ def test_what_cannot_be_trained_on_is_refused_in_one_line(tool, tmp_path, capsys
     assert tool.main(["--dataset", dataset, "--count", str(count), "--seed", "1", "--out", str(out)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert not out.exists()
+
+
+def test_settings_reach_the_data_set_and_unknown_ones_are_named(tool, tmp_path, capsys):
+    out = tmp_path / "sums.jsonl"
+    command = ["--dataset", "chain_sum", "--count", "30", "--out", str(out)]
+    settings = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    assert tool.main([*command, "--config", json.dumps(settings)]) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert all(record["metadata"]["metadata"]["num_terms"] == 2 for record in records)
+    assert tool.main([*command, "--config", '{"terms": 2}']) == 2
+    assert "min_terms" in capsys.readouterr().err
+    assert tool.main([*command, "--config", "["]) == 2
+    assert "not JSON" in capsys.readouterr().err
+
+
+def test_excluded_problems_are_left_out(tool, tmp_path):
+    held_out, train = tmp_path / "eval.jsonl", tmp_path / "train.jsonl"
+    assert tool.main(["--dataset", "chain_sum", "--count", "5", "--out", str(held_out)]) == 0
+    assert tool.main(["--dataset", "chain_sum", "--count", "9", "--exclude", str(held_out), "--out", str(train)]) == 0
+    assert len(train.read_text().splitlines()) == 4  # the same seed gives the same first five
