@@ -28,6 +28,7 @@ _WITHOUT_EFFECT = {
     "mtp_num_layers": "multi-token prediction has no part in the policy's loss",
     "use_megatron_fsdp": "use --use-distributed-optimizer",
     "use_torch_fsdp2": "use --use-distributed-optimizer",
+    "async_save": "a checkpoint is complete before the run goes on",
     "fp16": "use --bf16, or neither for float32",
     "yaml_cfg": "give the flags on the command line",
 }

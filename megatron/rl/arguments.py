@@ -55,6 +55,8 @@ _DEFAULTS: dict[str, Any] = {
     "rl_prompts_per_eval": 64,
     "rerun_mode": "disabled",
     "ckpt_assume_constant_structure": True,
+    "dist_ckpt_optim_fully_reshardable": True,  # a run may go on in another layout
+    "enable_one_logger": False,  # it warns of a package that is not to be had
 }
 # Sizes at which the bundled model learns its problems in two minutes on two cores.
 _BUNDLED_DEFAULTS: dict[str, Any] = {
@@ -200,6 +202,8 @@ def _resolve(args: argparse.Namespace, explicit: set[str]) -> dict:
     if bundled:
         fill(_BUNDLED_DEFAULTS)
     fill(megatron_arguments_from_hf(hf_config))
+    # A run may go on for longer, or at another rate, than its checkpoint was meant to.
+    fill({"override_opt_param_scheduler": not args.use_checkpoint_opt_param_scheduler})
     fill({"max_prompt_tokens": 16 if bundled else 2048, "max_response_tokens": 8 if bundled else 8192})
     if args.train_prompts is None and bundled:
         fill({"train_prompts": str(assets.bundled_train_prompts()), "eval_prompts": str(assets.bundled_eval_prompts())})

@@ -1,8 +1,11 @@
 """What a run leaves behind: Megatron's distributed checkpoint, and a Hugging Face folder."""
 
 import argparse
+import contextlib
 import json
 import os
+import queue
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,17 +29,27 @@ def save_checkpoint(args: argparse.Namespace, policy: Policy, iteration: int, st
     if torch.distributed.get_rank() == 0:
         os.makedirs(folder, exist_ok=True)
         with open(os.path.join(folder, _STATE_FILE), "w") as file:
-            json.dump(state, file)
+            json.dump({"state": state, "expert_model_parallel_size": args.expert_model_parallel_size}, file)
+    _use_plain_results_queue()
     megatron_save(iteration, policy.chunks, policy.optimizer, policy.scheduler, 0)
     torch.distributed.barrier()
     return folder
 
 
-def load_checkpoint(args: argparse.Namespace, policy: Policy) -> tuple[int, dict[str, Any]]:
-    """Loads the newest complete checkpoint of ``--load`` (or that of ``--ckpt-step``), in any layout. Collective.
+def _use_plain_results_queue() -> None:
+    """Writers are threads of this process; Megatron would start a helper process for each rank's queue of results."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
+
+
+def load_checkpoint(args: argparse.Namespace, policy: Policy) -> tuple[int, dict[str, Any]]:
+    """Loads the newest complete checkpoint of ``--load`` (or that of ``--ckpt-step``). Collective.
+
+    The layout may be another than the saved one, but for expert parallelism, which is on in both or in neither.
     Returns its iteration and the run's state. Raises :class:`CheckpointError` where there is none, or one that is
-    damaged or of another model.
+    damaged, of another model, or of a layout that cannot be taken over.
     """
     from megatron.training.checkpointing import load_checkpoint as megatron_load
 
@@ -46,9 +59,11 @@ def load_checkpoint(args: argparse.Namespace, policy: Policy) -> tuple[int, dict
             f"{path} is missing: no complete checkpoint of this program; choose another by --ckpt-step ITERATION, or "
             f"start from a Hugging Face folder by --hf-model"
         )
+    with open(path) as file:
+        saved = json.load(file)
+    _check_experts(args, saved["expert_model_parallel_size"])
     # Megatron copies into views of float32 parameters, which autograd forbids outside no_grad.
-    with torch.no_grad():
-        _allocate_adam_states(policy.optimizer)
+    with torch.no_grad(), _torch_adam_can_be_loaded(policy.optimizer):
         try:
             iteration, _ = megatron_load(policy.chunks, policy.optimizer, policy.scheduler)
         except CheckpointException as error:  # on all ranks alike, with the ranks' own stack traces as its text
@@ -56,9 +71,17 @@ def load_checkpoint(args: argparse.Namespace, policy: Policy) -> tuple[int, dict
             raise CheckpointError(
                 f"--load {args.load}: damaged, or not a checkpoint of the model in --hf-model: {reason}"
             ) from error
-        _separate_adam_steps(policy.optimizer)
-    with open(path) as file:
-        return iteration, json.load(file)
+    return iteration, saved["state"]
+
+
+def _check_experts(args: argparse.Namespace, saved: int) -> None:
+    """With expert parallelism Megatron has an optimizer of its own for the experts, whose state stands apart."""
+    here = args.expert_model_parallel_size
+    if args.num_experts and (saved > 1) != (here > 1):
+        raise CheckpointError(
+            f"--load {args.load}: saved with --expert-model-parallel-size {saved}, and its optimizer cannot be taken "
+            f"over to {here}; keep it, or start from the run's Hugging Face export by --hf-model"
+        )
 
 
 def _newest_checkpoint(args: argparse.Namespace) -> str:
@@ -74,23 +97,34 @@ def _newest_checkpoint(args: argparse.Namespace) -> str:
     return get_checkpoint_name(args.load, args.ckpt_step or int(named), return_base_dir=True)
 
 
-def _torch_adams(optimizer: Any) -> list[torch.optim.Adam]:
-    """torch's own Adams inside Megatron's optimizer: what it uses where Transformer Engine and apex are missing."""
-    inner = [getattr(part, "optimizer", None) for part in getattr(optimizer, "chained_optimizers", [optimizer])]
-    return [adam for adam in inner if isinstance(adam, torch.optim.Adam)]
+@contextlib.contextmanager
+def _torch_adam_can_be_loaded(optimizer: Any) -> Iterator[None]:
+    """Within the block Megatron's distributed optimizer loads into torch's own Adam.
 
-
-def _allocate_adam_states(optimizer: Any) -> None:
-    """An Adam that has not stepped has no state, and Megatron's loading asks its state for the number of steps."""
-    for adam in _torch_adams(optimizer):
-        for parameter in (p for group in adam.param_groups for p in group["params"]):
-            if not adam.state[parameter]:
+    It uses that one where Transformer Engine and apex are missing, and then stumbles over the counter of steps: it
+    asks for it before there is one, takes it for a tensor of the checkpoint, and loads one counter for all parameters,
+    so that each of them would count it up.
+    """
+    parts = [
+        part
+        for part in getattr(optimizer, "chained_optimizers", [optimizer])
+        if isinstance(getattr(part, "optimizer", None), torch.optim.Adam)
+    ]
+    for part in parts:
+        for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
+            if not part.optimizer.state[parameter]:
                 moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                adam.state[parameter] = {"step": torch.zeros(()), **moments}
-
-
-def _separate_adam_steps(optimizer: Any) -> None:
-    """Megatron loads one step counter into all parameters' states, and each of them would count it up."""
-    for adam in _torch_adams(optimizer):
-        for state in adam.state.values():
+                part.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+        part._set_main_param_and_optimizer_states = _without_step(part._set_main_param_and_optimizer_states)
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part._set_main_param_and_optimizer_states
+    for part in parts:
+        for state in part.optimizer.state.values():
             state["step"] = state["step"].clone()
+
+
+def _without_step(set_tensors: Callable) -> Callable:
+    return lambda parameter, tensors: set_tensors(parameter, {**tensors, "step": None})

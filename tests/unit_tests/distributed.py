@@ -1,8 +1,10 @@
 """One helper that runs a function on several gloo ranks and brings results and errors back."""
 
+import contextlib
 import os
 import pickle
 import queue
+import signal
 import socket
 import time
 import traceback
@@ -26,6 +28,7 @@ def free_port() -> int:
 
 
 def _entry(rank: int, world_size: int, port: int, fn: Callable, args: tuple, results: Any) -> None:
+    os.setsid()  # what it starts, such as Megatron's helper that writes checkpoints, can be ended with it
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -61,7 +64,7 @@ def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 60) ->
     results = context.Queue()
     port = free_port()
     processes = [
-        # not daemons, which may have no children: Megatron writes checkpoints with the help of one
+        # not daemons, which may not start processes of their own
         context.Process(target=_entry, args=(rank, world_size, port, fn, args, results))
         for rank in range(world_size)
     ]
@@ -82,9 +85,11 @@ def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 60) ->
     finally:
         for process in processes:
             process.join(timeout=2 if len(values) == world_size else 0)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            assert process.pid is not None
+            with contextlib.suppress(ProcessLookupError):  # it has ended, with all that it started
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
     return [values[rank] for rank in range(world_size)]
 
 

@@ -20,10 +20,10 @@ from tests.unit_tests.rl import started  # noqa: E402
 # The rate of an update depends on the scheduler's state, and an eps above rounding keeps Adam's steps comparable.
 FLAGS = ("--adam-eps", "1e-3", "--lr", "1e-2", "--lr-decay-style", "linear", "--lr-decay-iters", "50")
 STATE = {"step": 7, "prompts": {"position": 3, "seed": 1, "digest": "aß"}}
+EP2 = ("--expert-model-parallel-size", "2")
 LAYOUTS = {
     "data 2": (),
     "tensor 2": ("--tensor-model-parallel-size", "2"),
-    "expert 2": ("--expert-model-parallel-size", "2"),
     "pipeline 2": ("--pipeline-model-parallel-size", "2"),
 }
 REFUSALS = {
@@ -64,15 +64,12 @@ class Life:
     resumed: Point
     iteration: int
     state: dict
-    refusals: dict[str, str]
-    state_was_there_before_the_tracker: bool
 
 
-def _life(rank: int, world_size: int, folder: Path) -> Life:
-    flags = [*FLAGS, "--save", str(folder)]
+def _life(folder: Path, *layout: str) -> Life:
+    flags = [*FLAGS, "--save", str(folder), *layout]
     with started.started(flags) as here:
         saved = _after_update(here, seed=1)
-        early = _save_at_which_megatron_looks_for_the_state(here)
         path = checkpoint.save_checkpoint(here.parsed.megatron, here.policy, 4, STATE)
         assert Path(path).is_dir() and Path(path).parent == folder
         went_on = _after_update(here, seed=2)
@@ -80,13 +77,20 @@ def _life(rank: int, world_size: int, folder: Path) -> Life:
         iteration, state = checkpoint.load_checkpoint(here.parsed.megatron, here.policy)
         restored = Point(_weights(here))
         resumed = _after_update(here, seed=2)
+    return Life(saved, went_on, restored, resumed, iteration, state)
+
+
+def _one_rank(rank: int, world_size: int, folder: Path) -> tuple[Life, dict[str, str], bool]:
+    life = _life(folder)
+    with started.started([*FLAGS, "--save", str(folder)], load=False) as here:
+        state_first = _state_is_there_when_megatron_saves(here)
         refusals = {name: _refusal(here, folder, name) for name in REFUSALS}
-    with started.started([*flags, *_other_model(folder.parent / "other")], load=False) as here:
+    with started.started([*FLAGS, *_other_model(folder.parent / "other")], load=False) as here:
         refusals["other model"] = _refusal(here, folder, "other model")
-    return Life(saved, went_on, restored, resumed, iteration, state, refusals, early)
+    return life, refusals, state_first
 
 
-def _save_at_which_megatron_looks_for_the_state(here: started.Started) -> bool:
+def _state_is_there_when_megatron_saves(here: started.Started) -> bool:
     """Whether the run's own state is written when Megatron's part begins: its tracker then names whole checkpoints."""
     found: list[Path] = []
 
@@ -143,8 +147,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def life(folder) -> Life:
-    return run_ranks(1, _life, folder)[0]
+def one_rank(folder) -> tuple[Life, dict[str, str], bool]:
+    return run_ranks(1, _one_rank, folder)[0]
 
 
 def _differences(found: Point, expected: Point) -> list[str]:
@@ -152,50 +156,68 @@ def _differences(found: Point, expected: Point) -> list[str]:
     return [name for name, values in expected.weights.items() if not np.array_equal(found.weights[name], values)]
 
 
-def test_weights_and_the_runs_state_come_back(life):
-    assert life.iteration == 4
-    assert life.state == STATE
+def _assert_resumed_bit_for_bit(life: Life) -> None:
+    assert life.iteration == 4 and life.state == STATE
     assert not _differences(life.restored, life.saved)
     assert _differences(life.went_on, life.saved)
-
-
-def test_a_resumed_run_goes_on_bit_for_bit(life):
-    """Optimizer state and learning-rate schedule too, or the next step would differ."""
+    # optimizer state and learning-rate schedule came back too, or the next step would differ
     assert not _differences(life.resumed, life.went_on)
     for name in ("loss", "grad_norm", "learning_rate"):
         assert getattr(life.resumed, name) == getattr(life.went_on, name)
     assert life.went_on.learning_rate != life.saved.learning_rate
 
 
+def test_a_resumed_run_goes_on_bit_for_bit(one_rank):
+    _assert_resumed_bit_for_bit(one_rank[0])
+
+
 @pytest.mark.parametrize("name", [*REFUSALS, "other model"])
-def test_what_cannot_be_resumed_is_refused_in_one_line(life, name):
-    message = life.refusals[name]
+def test_what_cannot_be_resumed_is_refused_in_one_line(one_rank, name):
+    message = one_rank[1][name]
     assert (REFUSALS | {"other model": "tensor for key decoder.layers"})[name] in message
     assert name in message, "the message must name the folder"
     assert "\n" not in message and len(message) < 500
 
 
-def test_the_tracker_names_whole_checkpoints_only(life):
-    assert life.state_was_there_before_the_tracker
+def test_the_tracker_names_whole_checkpoints_only(one_rank):
+    assert one_rank[2]
 
 
-def _load_in_layouts(rank: int, world_size: int, folder: Path) -> dict[str, tuple[int, Point, Point]]:
+def _two_ranks(rank: int, world_size: int, folder: Path) -> tuple[dict[str, tuple], Life, str]:
     found = {}
     for name, layout in LAYOUTS.items():
         with started.started([*FLAGS, "--load", str(folder), *layout], load=False) as here:
             iteration, _ = checkpoint.load_checkpoint(here.parsed.megatron, here.policy)
             found[name] = iteration, Point(_weights(here)), _after_update(here, seed=2)
-    return found
+    with started.started([*FLAGS, "--load", str(folder), *EP2], load=False) as here:
+        try:
+            checkpoint.load_checkpoint(here.parsed.megatron, here.policy)
+        except CheckpointError as error:
+            refusal = str(error)
+    return found, _life(folder.with_name("expert 2"), *EP2), refusal
 
 
-def test_one_process_s_checkpoint_loads_in_every_layout(life, folder):
-    for found in run_ranks(2, _load_in_layouts, folder):
-        for layout, (iteration, restored, resumed) in found.items():
-            assert iteration == 4
-            assert not _differences(restored, life.saved), layout
-            assert resumed.loss == pytest.approx(life.went_on.loss, rel=1e-5), layout
-            assert resumed.grad_norm == pytest.approx(life.went_on.grad_norm, rel=1e-5), layout
-            assert resumed.learning_rate == life.went_on.learning_rate, layout
-            for name, values in life.went_on.weights.items():
-                step = np.linalg.norm(values - life.saved.weights[name])
-                assert np.linalg.norm(resumed.weights[name] - values) <= 1e-3 * step, f"{layout}: {name}"
+@pytest.fixture(scope="module")
+def two_ranks(one_rank, folder) -> list[tuple[dict[str, tuple], Life, str]]:
+    return run_ranks(2, _two_ranks, folder)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_process_s_checkpoint_goes_on_in_another_layout(one_rank, two_ranks, layout):
+    life = one_rank[0]
+    for found, _, _ in two_ranks:
+        iteration, restored, resumed = found[layout]
+        assert iteration == 4
+        assert not _differences(restored, life.saved)
+        assert resumed.loss == pytest.approx(life.went_on.loss, rel=1e-5)
+        assert resumed.grad_norm == pytest.approx(life.went_on.grad_norm, rel=1e-5)
+        assert resumed.learning_rate == life.went_on.learning_rate
+        for name, values in life.went_on.weights.items():
+            step = np.linalg.norm(values - life.saved.weights[name])
+            assert np.linalg.norm(resumed.weights[name] - values) <= 1e-3 * step, name
+
+
+def test_expert_parallelism_resumes_itself_and_nothing_else(two_ranks):
+    for _, life, refusal in two_ranks:
+        _assert_resumed_bit_for_bit(life)
+        assert "--expert-model-parallel-size 1" in refusal and "\n" not in refusal

@@ -29,6 +29,8 @@ LEVELS = [
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 # Pieces of one level that stand apart from each other on purpose.
 APART = [("objectives", "ops"), ("rollout", "weights"), ("fp8", "policy")]
+# Modules that hold Megatron's global arguments and process groups.
+GLOBAL_STATE = ("megatron.training", "megatron.core.parallel_state", "megatron.core.mpu")
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
@@ -36,17 +38,21 @@ def _unit(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def _imported_units(path: Path) -> set[str]:
-    names = []
+def _imported_names(path: Path) -> list[str]:
+    names: list[str] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module == "megatron.rl":
-            names += [f"megatron.rl.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names.append(node.module or "")
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             raise AssertionError(f"{path}: relative import; name the module in full")
+    return names
+
+
+def _imported_units(path: Path) -> set[str]:
+    names = _imported_names(path)
+    assert "megatron.rl" not in names, f"{path}: name the module, not the package"
     return {name.split(".")[2] for name in names if name.startswith("megatron.rl.")}
 
 
@@ -58,6 +64,13 @@ def test_imports_point_downwards(path):
         assert imported in LEVEL_OF, f"{path} imports megatron.rl.{imported}, which does not exist"
         assert LEVEL_OF[imported] <= LEVEL_OF[unit], f"{unit} (level {LEVEL_OF[unit]}) imports {imported} above it"
         assert (unit, imported) not in APART and (imported, unit) not in APART, f"{unit} imports {imported}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_the_top_level_sees_megatrons_globals(path):
+    if LEVEL_OF[_unit(path)] < len(LEVELS) - 1:
+        for name in _imported_names(path):
+            assert not name.startswith(GLOBAL_STATE), f"{path} imports {name}; pass it in as an argument instead"
 
 
 def test_every_level_names_modules_that_exist():
