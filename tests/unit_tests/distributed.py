@@ -54,7 +54,7 @@ def _entry(rank: int, world_size: int, port: int, fn: Callable, args: tuple, res
             dist.destroy_process_group()
 
 
-def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 60) -> list[Any]:
+def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 120) -> list[Any]:
     """Runs ``fn(rank, world_size, *args)`` on ``world_size`` gloo processes; returns their values by rank.
 
     ``fn`` is module-level and its values can be pickled. Raises :class:`RankFailure` with the first failing
