@@ -65,6 +65,15 @@ def check_sizes(args: argparse.Namespace) -> None:
         )
     if not 0 < args.lr < math.inf:
         raise ConfigError(f"--lr must be a positive number (got {args.lr})")
+    if args.seed < 1:
+        raise ConfigError(f"--seed must be at least 1 (got {args.seed})")
+    if args.optimizer != "adam":
+        raise ConfigError(f"--optimizer must be adam (got {args.optimizer})")
+    if not 0.1 <= args.reward_timeout < math.inf:
+        raise ConfigError(f"--reward-timeout must be at least 0.1 seconds (got {args.reward_timeout})")
+    for flag, folder in (("--save", args.save), ("--run-dir", args.run_dir)):
+        if folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
+            raise ConfigError(f"{flag} {folder}: a file is in the way; name a folder")
     if not 0 < args.rl_default_temperature < math.inf:
         raise ConfigError(
             f"--rl-default-temperature must be positive: training samples (got {args.rl_default_temperature})"

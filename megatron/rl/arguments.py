@@ -199,6 +199,8 @@ def _resolve(args: argparse.Namespace, explicit: set[str]) -> dict:
     args.hf_model = str(assets.bundled_model_dir()) if bundled else args.hf_model
     hf_config = read_hf_config(args.hf_model)
     fill(_DEFAULTS)
+    if "use_checkpoint_opt_param_scheduler" not in explicit:
+        fill({"override_opt_param_scheduler": True})  # a resumed run may be longer than it was meant to be
     if bundled:
         fill(_BUNDLED_DEFAULTS)
     fill(megatron_arguments_from_hf(hf_config))
@@ -259,9 +261,12 @@ def read_hf_config(folder: str) -> dict:
     if not path.is_file():
         raise ConfigError(f"--hf-model {folder}: no config.json there; name a Hugging Face checkpoint folder")
     try:
-        return json.loads(path.read_text())
+        config = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}: not JSON ({error}); download the checkpoint again") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: not a JSON object; download the checkpoint again")
+    return config
 
 
 def _has_transformer_engine() -> bool:
