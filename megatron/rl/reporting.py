@@ -82,10 +82,10 @@ class Reporter:
         """Times a phase of the step; see :data:`megatron.rl.run_log.PHASES`."""
         return self._timer.phase(name)
 
-    def preflight(self, report: MismatchReport) -> None:
+    def preflight(self, step: int, iteration: int, report: MismatchReport) -> None:
         """What engine and trainer make of the same tokens before training."""
         self._display.note(f"engine and trainer agree: {report}")
-        self._log.write({"step": 0, "iteration": 0, **_mismatch(report)})
+        self._log.write({"step": step, "iteration": iteration, **_mismatch(report)})
         self._timer.take()
 
     def rollout(self, samples: Sequence[Sample]) -> None:

@@ -46,10 +46,13 @@ def load_tokenizer(folder: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ConfigError(f"--hf-model {folder}: its tokenizer cannot be loaded: {first}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of a folder without one
+        raise ConfigError(f"--hf-model {folder}: no tokenizer there (tokenizer.json); copy it from the model's source")
+    return tokenizer
 
 
 def _prompts(path: str, config: RunConfig, tokenizer: Any) -> PromptSet:

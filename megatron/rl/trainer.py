@@ -136,7 +136,7 @@ class Trainer:
             samples = [_without_advantage(*triple) for triple in scored]
             batches = self._micro_batches(samples)
             report = check_behaviour_policy(self._parts.learner, batches, self._run, self._parts.groups)
-        self._report.preflight(report)
+        self._report.preflight(self._progress.step, self._progress.iteration, report)
 
     def _evaluate(self) -> None:
         """Held-out problems, sampled as in training with the engine's current weights."""

@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# Imported once, by a server from which all ranks are forked: at 7 s each, imports would be most of the tests' time.
+_PRELOADED = ["tests.unit_tests.rl.started", "megatron.rl.runner", "megatron.training.checkpointing"]
+
 
 class RankFailure(AssertionError):
     """A rank failed; the message is that rank's own traceback."""
@@ -60,7 +63,8 @@ def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 120) -
     ``fn`` is module-level and its values can be pickled. Raises :class:`RankFailure` with the first failing
     rank's traceback, or with the ranks still silent after ``timeout`` seconds. Leaves no process behind.
     """
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
     results = context.Queue()
     port = free_port()
     processes = [
