@@ -8,10 +8,10 @@ class ObjectiveConfig:
     """Which per-token objective is maximised, and its trust region."""
 
     name: str = "drpo"
-    delta: float = 12.5  # trust-region size of drpo, dppo, kl, k3, tv and the mask-* family
+    delta: float = 12.5  # trust-region size of drpo, drpo-topk, dppo, kl, k3, tv and the mask-* family
     eps: float = 0.2  # ratio bound of spo
-    eps_low: float = 0.2  # lower clip of grpo
-    eps_high: float = 0.28  # upper clip of grpo
+    eps_low: float = 0.2  # lower clip of grpo and gspo
+    eps_high: float = 0.28  # upper clip of grpo and gspo
     advantage_weight: bool = True  # weight the regulariser by abs(advantage)
 
 

@@ -1,9 +1,17 @@
 """Per-token objectives of reinforcement learning: DRPO (arXiv 2606.09821) and its relatives.
 
-Pure element-wise functions of (logp, logmu, advantage): no model, no process group, no sequence.
+Pure functions of log-probabilities and advantages: no model, no process group.
 """
 
 from megatron.rl.objectives.diagnostics import TokenDiagnostics, token_diagnostics
-from megatron.rl.objectives.registry import OBJECTIVES, Objective, get_objective
+from megatron.rl.objectives.registry import OBJECTIVES, TOKEN_OBJECTIVES, Objective, TokenObjective, get_objective
 
-__all__ = ["OBJECTIVES", "Objective", "TokenDiagnostics", "get_objective", "token_diagnostics"]
+__all__ = [
+    "OBJECTIVES",
+    "TOKEN_OBJECTIVES",
+    "Objective",
+    "TokenDiagnostics",
+    "TokenObjective",
+    "get_objective",
+    "token_diagnostics",
+]

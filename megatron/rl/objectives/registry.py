@@ -1,22 +1,26 @@
 """Objectives by name."""
 
 import math
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 
 from megatron.rl.config import ObjectiveConfig
 from megatron.rl.errors import ConfigError
+from megatron.rl.objectives.candidates import drpo_topk
 from megatron.rl.objectives.divergences import k3, kl, tv
 from megatron.rl.objectives.dppo import dppo, dppo_kl
 from megatron.rl.objectives.drpo import drpo
 from megatron.rl.objectives.grpo import grpo
 from megatron.rl.objectives.masked import mask_drpo, mask_kl, mask_spo
 from megatron.rl.objectives.policy_gradient import pg
+from megatron.rl.objectives.sequences import gspo
 from megatron.rl.objectives.spo import spo
 from megatron.rl.objectives.terms import Formula, Outcome, compute_terms
 
-OBJECTIVES: dict[str, Formula] = {
+# Element-wise formulas of the sampled token.
+TOKEN_OBJECTIVES: dict[str, Formula] = {
     "pg": pg,
     "grpo": grpo,
     "spo": spo,
@@ -30,9 +34,62 @@ OBJECTIVES: dict[str, Formula] = {
     "mask-spo": mask_spo,
     "mask-kl": mask_kl,
 }
+OBJECTIVES = (*TOKEN_OBJECTIVES, "gspo", "drpo-topk")
 _UNWEIGHTED = ("drpo", "spo", "kl", "tv")  # those that the paper also defines without abs(A)
 
-Objective = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outcome]
+
+@dataclass(frozen=True)
+class TokenObjective:
+    """Element-wise: (logp, logmu, advantage) -> (J, dJ/dlogp) of equally shaped tensors, in float32.
+
+    A token whose logmu is NaN or infinite has no ratio: it adds exactly nothing to J and to dJ/dlogp. (Whoever
+    knows the mask must refuse such a token where it is not masked.) A ratio that overflows float32 comes out
+    infinite, never clamped.
+    """
+
+    config: ObjectiveConfig
+    needs: ClassVar[Literal["token"]] = "token"
+
+    def __call__(self, logp: torch.Tensor, logmu: torch.Tensor, advantage: torch.Tensor) -> Outcome:
+        log_pi, log_mu = logp.float(), logmu.float()
+        known = torch.isfinite(log_mu)
+        terms = compute_terms(log_pi, torch.where(known, log_mu, log_pi))
+        outcome = TOKEN_OBJECTIVES[self.config.name](terms, advantage.float(), self.config)
+        nothing = torch.zeros_like(log_pi)
+        return Outcome(torch.where(known, outcome.value, nothing), torch.where(known, outcome.slope, nothing))
+
+
+@dataclass(frozen=True)
+class CandidateObjective:
+    """Called with [n, 1 + K] logp and logmu and [n] advantages: :func:`megatron.rl.objectives.candidates.drpo_topk`."""
+
+    config: ObjectiveConfig
+    needs: ClassVar[Literal["candidates"]] = "candidates"
+
+    def __call__(self, logp: torch.Tensor, logmu: torch.Tensor, advantage: torch.Tensor) -> Outcome:
+        return drpo_topk(logp.float(), logmu.float(), advantage.float(), self.config)
+
+
+@dataclass(frozen=True)
+class SequenceObjective:
+    """Called with all unmasked tokens of whole sequences: :func:`megatron.rl.objectives.sequences.gspo`."""
+
+    config: ObjectiveConfig
+    needs: ClassVar[Literal["sequence"]] = "sequence"
+
+    def __call__(
+        self,
+        logp: torch.Tensor,
+        logmu: torch.Tensor,
+        advantage: torch.Tensor,
+        loss_weights: torch.Tensor,
+        sequence_ids: torch.Tensor,
+    ) -> Outcome:
+        per_token = (logp.float(), logmu.float(), advantage.float(), loss_weights.float())
+        return gspo(*per_token, sequence_ids, self.config)
+
+
+Objective = TokenObjective | CandidateObjective | SequenceObjective
 
 
 def get_objective(
@@ -44,21 +101,15 @@ def get_objective(
     eps_high: float = 0.28,
     advantage_weight: bool = True,
 ) -> Objective:
-    """The per-token objective called ``name`` (a key of :data:`OBJECTIVES`), from arXiv 2606.09821.
+    """The objective called ``name`` (one of :data:`OBJECTIVES`), from arXiv 2606.09821 where not said otherwise.
 
     Args:
-        name: which objective.
-        delta: trust-region size of drpo, dppo, dppo-kl, kl, k3, tv and the mask-* family.
+        name: which objective. ``gspo`` needs whole sequences, ``drpo-topk`` the behaviour's most probable tokens;
+            all others need the sampled token only. J is maximised.
+        delta: trust-region size of drpo, drpo-topk, dppo, dppo-kl, kl, k3, tv and the mask-* family.
         eps: ratio bound of spo.
-        eps_low, eps_high: lower and upper clip of grpo.
+        eps_low, eps_high: lower and upper clip of grpo and gspo.
         advantage_weight: weight the regulariser by abs(advantage); False for drpo, spo, kl and tv only.
-
-    Returns:
-        A function (logp, logmu, advantage) -> (J, dJ/dlogp) of equally shaped tensors, element-wise, in
-        float32: the policy's and the behaviour's log-probability of each sampled token in nats, and its
-        advantage. J is maximised. A token whose logmu is NaN or infinite has no ratio: it adds exactly nothing
-        to J and to dJ/dlogp. (Whoever knows the mask must refuse such a token where it is not masked.) A ratio
-        that overflows float32 comes out infinite, never clamped.
 
     Raises:
         ConfigError: an unknown name, a bound that is not positive and finite, or no advantage weight where the
@@ -66,16 +117,11 @@ def get_objective(
     """
     config = ObjectiveConfig(name, delta, eps, eps_low, eps_high, advantage_weight)
     _check(config)
-    formula = OBJECTIVES[name]
-
-    def objective(logp: torch.Tensor, logmu: torch.Tensor, advantage: torch.Tensor) -> Outcome:
-        log_pi, log_mu = logp.float(), logmu.float()
-        known = torch.isfinite(log_mu)
-        outcome = formula(compute_terms(log_pi, torch.where(known, log_mu, log_pi)), advantage.float(), config)
-        nothing = torch.zeros_like(log_pi)
-        return Outcome(torch.where(known, outcome.value, nothing), torch.where(known, outcome.slope, nothing))
-
-    return objective
+    if name == "gspo":
+        return SequenceObjective(config)
+    if name == "drpo-topk":
+        return CandidateObjective(config)
+    return TokenObjective(config)
 
 
 def _check(config: ObjectiveConfig) -> None:

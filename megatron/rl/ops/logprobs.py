@@ -6,10 +6,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.rl.ops.chunking import Rows, active_rows, chunks
+from megatron.rl.ops.chunking import Rows, active_rows
 from megatron.rl.ops.gradients import ProjectionGradients
 from megatron.rl.ops.projection import Projection
 from megatron.rl.ops.softmax import ChunkSoftmax
+from megatron.rl.ops.two_pass import add_gradients, softmax_of
 from megatron.rl.ops.validation import check_tokens
 
 
@@ -69,7 +70,7 @@ def fused_linear_logprobs(
         token_chunk=token_chunk,
         per_token={},
     )
-    everything: Rows = slice(0, projection.target_ids.shape[0])
+    everything: Rows = slice(0, projection.tokens)
     rule = f"a target must be in the vocabulary, from 0 to {vocab_size - 1}"
     check_tokens({rule: projection.bad_targets(everything)}, everything)
     logprobs, entropy, logsumexp = _Logprobs.apply(hidden, weight, projection, return_entropy)
@@ -83,25 +84,14 @@ class _Logprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, projection: Projection, with_entropy: bool
     ) -> tuple[torch.Tensor | None, ...]:
-        all_hidden = projection.all_tokens(hidden)
-        tokens = projection.target_ids.shape[0]
-        logprobs, peak, sum_exp = (torch.empty(tokens, device=hidden.device) for _ in range(3))
-        entropy = torch.empty_like(logprobs) if with_entropy else None
-        workspace = projection.workspace(weight, tokens)
-        for part, rows in chunks(slice(0, tokens), projection.chunk):
-            chunk_hidden = all_hidden[rows]
-            logits = projection.logits(chunk_hidden, weight, workspace)
-            softmax = projection.softmax(logits, rows, with_entropy)
-            logprobs[part], peak[part], sum_exp[part] = softmax.logprobs, softmax.peak, softmax.sum_exp
-            if entropy is not None and softmax.entropy is not None:
-                entropy[part] = softmax.entropy
-        result = ChunkSoftmax(logprobs, entropy, peak, sum_exp)
-        logsumexp = result.logsumexp
+        plan = projection.plan(slice(0, projection.tokens))
+        softmax = softmax_of(hidden, weight, projection, plan, with_entropy)
+        logprobs, logsumexp = softmax.logprobs.squeeze(1), softmax.logsumexp
         ctx.projection = projection
-        ctx.save_for_backward(hidden, weight, *result)
+        ctx.save_for_backward(hidden, weight, *softmax)
         ctx.mark_non_differentiable(logsumexp)
         ctx.set_materialize_grads(False)
-        return result.logprobs, result.entropy, logsumexp
+        return logprobs, softmax.entropy, logsumexp
 
     @staticmethod
     def backward(
@@ -110,18 +100,9 @@ class _Logprobs(torch.autograd.Function):
         hidden, weight, *saved = ctx.saved_tensors
         softmax = ChunkSoftmax(*saved)
         projection: Projection = ctx.projection
-        slope = torch.zeros_like(softmax.logprobs) if grad_logprobs is None else grad_logprobs
-        tokens = slope.shape[0]
-        gradients = ProjectionGradients(
-            hidden, weight, projection, needed=ctx.needs_input_grad[:2], tokens=tokens, scaled_later=False
-        )
-        all_hidden = projection.all_tokens(hidden)
+        slope = torch.zeros_like(softmax.peak) if grad_logprobs is None else grad_logprobs
         relevant = slope != 0 if grad_entropy is None else (slope != 0) | (grad_entropy != 0)
-        workspace = projection.workspace(weight, tokens)
-        for _, chunk in chunks(active_rows(relevant), projection.chunk):
-            chunk_hidden = all_hidden[chunk]
-            logits = projection.logits(chunk_hidden, weight, workspace)
-            entropy_slope = None if grad_entropy is None else grad_entropy[chunk]
-            projection.logit_gradients_(logits, chunk, softmax.at(chunk), slope[chunk], entropy_slope)
-            gradients.add(chunk, logits, chunk_hidden)
+        plan = projection.plan(active_rows(relevant))
+        gradients = ProjectionGradients(hidden, weight, projection, plan, needed=ctx.needs_input_grad[:2], final=True)
+        add_gradients(hidden, weight, projection, plan, softmax, slope.unsqueeze(1), grad_entropy, gradients)
         return *gradients.deliver(None), None, None

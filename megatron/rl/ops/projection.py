@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron.rl.ops.chunking import Rows, chunk_size
+from megatron.rl.ops.buffers import large_buffer
+from megatron.rl.ops.chunking import Plan, Rows, chunk_size, plan_chunks, plan_shared_chunks
+from megatron.rl.ops.elementwise import passes_for
 from megatron.rl.ops.softmax import ChunkSoftmax, ChunkTargets, chunk_softmax, logit_gradients_
 from megatron.rl.ops.validation import check_shapes, inverse_temperature
 from megatron.rl.ops.vocab_shard import VocabShard
@@ -16,7 +18,7 @@ class Projection:
     """The arguments that both ops share, checked."""
 
     shard: VocabShard
-    target_ids: torch.Tensor  # [tokens] int64
+    target_ids: torch.Tensor  # [tokens, targets] int64; a negative id is no target
     inverse_temperature: torch.Tensor | None  # [tokens] float32; None for a temperature of 1
     sequence_parallel: bool  # hidden is this rank's slice of the tokens
     vocab_size: int  # of all ranks together, without padding
@@ -42,51 +44,70 @@ class Projection:
         check_shapes(hidden, weight, {"target_ids": target_ids} | per_token, tokens)
         return cls(
             shard=VocabShard.of(weight, vocab_size, tp_group),
-            target_ids=target_ids.long(),
+            target_ids=target_ids.long().unsqueeze(1),
             inverse_temperature=inverse_temperature(temperature, tokens, hidden.device),
             sequence_parallel=sequence_parallel,
             vocab_size=vocab_size,
-            chunk=chunk_size(token_chunk, weight.element_size(), weight.shape[0]),
+            chunk=chunk_size(token_chunk, weight),
         )
 
-    def all_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The hidden states of all tokens, [tokens, hidden_size]."""
-        return self.shard.gather_tokens(hidden) if self.sequence_parallel else hidden
+    @property
+    def tokens(self) -> int:
+        """Of all ranks."""
+        return self.target_ids.shape[0]
+
+    def plan(self, rows: Rows) -> Plan:
+        """Chunks that hold the tokens ``rows``."""
+        if self.shard.group is None or not self.sequence_parallel:
+            return plan_chunks(rows, self.chunk)
+        if isinstance(rows, slice):
+            rows = torch.arange(rows.start, rows.stop, device=self.target_ids.device)
+        ranks = self.shard.size
+        return plan_shared_chunks(rows, self.chunk, self.tokens // ranks, ranks, self.shard.rank)
 
     def true_rows(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight's rows that stand for tokens, [columns, hidden_size]."""
         return weight[: self.shard.rows]
 
-    def workspace(self, weight: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Memory for one chunk's logits, which all chunks out of ``tokens`` share."""
-        return weight.new_empty(min(self.chunk, tokens), self.shard.rows)
-
-    def logits(self, chunk_hidden: torch.Tensor, weight: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
-        """A chunk's logits before the temperature, [n, columns], in ``workspace``; the type is the inputs'."""
-        return torch.mm(chunk_hidden, self.true_rows(weight).t(), out=workspace[: chunk_hidden.shape[0]])
-
     def bad_targets(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """([n] bool where a target is outside the vocabulary, [n] the targets)."""
-        targets = self.target_ids[rows]
+        """([n] bool where a token's first target is outside the vocabulary, [n] the targets)."""
+        targets = self.target_ids[rows][:, 0]
         return (targets < 0) | (targets >= self.vocab_size), targets
+
+
+class ChunkSolver:
+    """Logits, softmax and logit gradients of one chunk after the other, in memory that all of them share."""
+
+    def __init__(self, projection: Projection, weight: torch.Tensor, plan: Plan):
+        self._projection = projection
+        self._weight = projection.true_rows(weight)
+        self._logits = large_buffer((plan.widest, projection.shard.rows), weight.dtype, weight.device)
+        self._passes = passes_for(self._logits.numel(), weight.device, weight.dtype)
+
+    def logits(self, chunk_hidden: torch.Tensor) -> torch.Tensor:
+        """A chunk's logits before the temperature, [n, columns], in the inputs' type. The next call overwrites them."""
+        return torch.mm(chunk_hidden, self._weight.t(), out=self._logits[: chunk_hidden.shape[0]])
 
     def softmax(self, logits: torch.Tensor, rows: Rows, with_entropy: bool) -> ChunkSoftmax:
         """The softmax of a chunk's logits [n, columns] over the whole vocabulary. One collective."""
-        return chunk_softmax(logits, self._targets(rows), self._inverse(rows), self.shard, with_entropy)
+        shard = self._projection.shard
+        return chunk_softmax(self._passes, logits, self._targets(rows), self._inverse(rows), shard, with_entropy)
 
     def logit_gradients_(
         self,
         logits: torch.Tensor,
         rows: Rows,
         softmax: ChunkSoftmax,
-        logprob_slope: torch.Tensor,
+        logprob_slopes: torch.Tensor,
         entropy_slope: torch.Tensor | None,
     ) -> torch.Tensor:
         """Overwrites a chunk's logits by the loss's derivative with respect to them. No collective."""
-        return logit_gradients_(logits, softmax, self._targets(rows), self._inverse(rows), logprob_slope, entropy_slope)
+        targets, inverse = self._targets(rows), self._inverse(rows)
+        return logit_gradients_(self._passes, logits, softmax, targets, inverse, logprob_slopes, entropy_slope)
 
     def _targets(self, rows: Rows) -> ChunkTargets:
-        return ChunkTargets.of(self.target_ids[rows], self.shard)
+        return ChunkTargets.of(self._projection.target_ids[rows], self._projection.shard)
 
     def _inverse(self, rows: Rows) -> torch.Tensor | None:
-        return None if self.inverse_temperature is None else self.inverse_temperature[rows]
+        inverse = self._projection.inverse_temperature
+        return None if inverse is None else inverse[rows]

@@ -1,11 +1,13 @@
-"""The vocabulary's split over a tensor-parallel group, and the one collective that a chunk of tokens needs."""
+"""The vocabulary's split over a tensor-parallel group, and what its ranks tell each other."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megatron.rl.errors import ConfigError
+from megatron.rl.ops.chunking import Chunk, Exchange
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,33 @@ class VocabShard:
         dist.all_gather_into_tensor(everyone.flatten(0, 1), per_rank.contiguous(), group=self.group)
         return everyone
 
-    def gather_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
-        """All tokens' hidden states from each rank's slice: [tokens / ranks, hidden_size] -> [tokens, hidden_size]."""
-        if self.group is None or hidden.numel() == 0:
-            return hidden
-        return self.gather(hidden).flatten(0, 1)
+    def hidden_states(self, hidden: torch.Tensor, chunks: list[Chunk]) -> Iterator[tuple[Chunk, torch.Tensor]]:
+        """Each chunk with its tokens' hidden states, [n, hidden_size].
+
+        Where each rank holds its own tokens' alone, the next chunk's are gathered while this one is worked on.
+        """
+        waiting: _Gathering | None = None
+        for index, chunk in enumerate(chunks):
+            if chunk.exchange is None:
+                yield chunk, hidden[chunk.rows]
+                continue
+            states = (waiting or _Gathering(hidden, chunk.exchange, self)).wait()
+            following = chunks[index + 1].exchange if index + 1 < len(chunks) else None
+            waiting = None if following is None else _Gathering(hidden, following, self)
+            yield chunk, states
+
+
+class _Gathering:
+    """A chunk's hidden states on their way from the ranks that hold them."""
+
+    def __init__(self, hidden: torch.Tensor, exchange: Exchange, shard: VocabShard):
+        sent = hidden.new_zeros(exchange.width, hidden.shape[1])
+        sent[: exchange.own.shape[0]] = hidden[exchange.own]
+        self._sent = sent  # kept alive until it has arrived
+        self._received = hidden.new_empty(shard.size * exchange.width, hidden.shape[1])
+        self._places = exchange.places
+        self._work = dist.all_gather_into_tensor(self._received, sent, group=shard.group, async_op=True)
+
+    def wait(self) -> torch.Tensor:
+        self._work.wait()
+        return self._received if self._places is None else self._received[self._places]

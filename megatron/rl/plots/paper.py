@@ -1,6 +1,5 @@
 """Figures 1 and 2 of arXiv 2606.09821, the first from this project's own objectives, the second from a run's tokens."""
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from megatron.rl.config import ObjectiveConfig
-from megatron.rl.objectives import get_objective
+from megatron.rl.objectives import TokenObjective
 from megatron.rl.plots.style import BLUE, INK, ORANGE, RED, add_legend, dress, new_figure, save
 from megatron.rl.run_log import TokenSample
 
@@ -28,9 +27,9 @@ _LEAST_SHIFT = 1e-8  # below float32's resolution of a probability: no shift tha
 def gradient_weights(config: ObjectiveConfig, advantage: float, points: int = 400) -> np.ndarray:
     """w of dJ/dlogp = w r A on a grid over (mu, pi), [points, points]: rows are pi, columns mu, cell centres in (0, 1).
 
-    Made from the derivative that training uses, :func:`megatron.rl.objectives.get_objective`.
+    Made from the derivative that training uses.
     """
-    objective = get_objective(**dataclasses.asdict(config))
+    objective = TokenObjective(config)
     logs = torch.log((torch.arange(points, dtype=torch.float64) + 0.5) / points).float()
     logp, logmu = torch.meshgrid(logs, logs, indexing="ij")
     _, slope = objective(logp, logmu, torch.full_like(logp, advantage))

@@ -21,6 +21,7 @@ class LossInputs:
     behavior_logprobs: torch.Tensor
     advantages: torch.Tensor
     loss_weights: torch.Tensor  # mask and normalisation; zero where no token is trained
+    grad_scale: float | None = None  # the gradient that the loss will receive, where that is known beforehand
 
 
 @dataclass
@@ -79,13 +80,15 @@ def policy_head(
     if context.loss is None:
         # Masked positions carry whatever padding is there; any id inside the vocabulary serves.
         targets = torch.where(_sequence_first(context.mask), targets, 0)
-        scored = fused_linear_logprobs(hidden, weight, targets, return_entropy=True, **shared)
+        scored: Any = fused_linear_logprobs(hidden, weight, targets, return_entropy=True, **shared)
         context.tokens = {
             "logprobs": _batch_first(scored.logprobs, shape),
-            "entropy": _batch_first(_present(scored.entropy), shape),
+            "entropy": _batch_first(scored.entropy, shape),
         }
         return hidden_states.new_zeros((), dtype=torch.float32)
-    inputs = context.loss
+    inputs, objective = context.loss, context.objective
+    if objective is None:
+        raise ValueError("a head request with loss inputs needs its objective")
     output = fused_linear_policy_loss(
         hidden,
         weight,
@@ -93,7 +96,9 @@ def policy_head(
         _sequence_first(inputs.behavior_logprobs),
         _sequence_first(inputs.advantages),
         _sequence_first(inputs.loss_weights),
-        _present(context.objective),
+        objective,
+        sequence_ids=_sequence_first(_row_ids(shape, hidden.device)) if objective.needs == "sequence" else None,
+        grad_scale=inputs.grad_scale,
         entropy_coeff=context.entropy_coeff,
         **shared,
     )
@@ -103,11 +108,9 @@ def policy_head(
     return output.loss
 
 
-def _present[T](value: T | None) -> T:
-    """``value``, which the request promised."""
-    if value is None:
-        raise ValueError("a head request with loss inputs needs its objective, and a scored one its entropy")
-    return value
+def _row_ids(shape: torch.Size, device: torch.device) -> torch.Tensor:
+    """Which sequence each token of a [batch, sequence] belongs to: a row is one."""
+    return torch.arange(shape[0], device=device).unsqueeze(1).expand(shape)
 
 
 def _sequence_first(x: torch.Tensor) -> torch.Tensor:

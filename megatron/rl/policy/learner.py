@@ -97,7 +97,10 @@ class Learner:
     def _request(self, batch: TokenBatch, loss_weights: torch.Tensor | None) -> HeadRequest:
         loss = None
         if loss_weights is not None:
-            loss = LossInputs(batch.behavior_logprobs, batch.advantages, loss_weights)
+            # What is left of ``update``'s factor and Megatron's own: it divides by micro-batches before the backward
+            # pass, by data-parallel ranks after it.
+            grad_scale = self._groups.dp_cp.size() * float(self._optimizer.get_loss_scale())
+            loss = LossInputs(batch.behavior_logprobs, batch.advantages, loss_weights, grad_scale)
         return HeadRequest(
             targets=batch.targets,
             mask=batch.mask,

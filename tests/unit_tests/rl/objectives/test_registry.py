@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.rl.errors import ConfigError
-from megatron.rl.objectives import OBJECTIVES, get_objective
+from megatron.rl.objectives import TOKEN_OBJECTIVES, get_objective
 from tests.unit_tests.rl.objectives.reference import FORMULAS, reference
 
 UNWEIGHTED = ["drpo", "spo", "kl", "tv"]
@@ -129,7 +129,7 @@ def test_low_precision_inputs_are_computed_in_float32():
 
 
 def test_names_are_those_of_the_formula_sheet():
-    assert set(OBJECTIVES) == set(FORMULAS)
+    assert set(TOKEN_OBJECTIVES) == set(FORMULAS)
 
 
 def test_unknown_name_is_refused_with_the_known_ones():

@@ -1,5 +1,6 @@
 """What the ops must compute, with whole logits: in float64, and as the plain path in the inputs' own type."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,11 +72,18 @@ def make_case(
     return Case(hidden, weight, target_ids, behavior, advantages, loss_weights, **options)
 
 
-def answer(case: Case, name: str = "drpo", dtype: torch.dtype | None = torch.float64, **constants: float) -> Answer:
+def answer(
+    case: Case,
+    name: str = "drpo",
+    dtype: torch.dtype | None = torch.float64,
+    value_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    **constants: float,
+) -> Answer:
     """Loss and gradients by autograd over whole logits.
 
     With ``dtype`` the arithmetic's type is that; without, it is the plain path: a product in the inputs' type whose
-    logits are widened to float32.
+    logits are widened to float32. The objective is the formula called ``name``, or ``value_of`` (log-probabilities
+    [n, vocabulary] of the unmasked tokens, [tokens] bool which these are) -> J [n].
     """
     case_type = case.hidden.dtype if dtype is None else dtype
     softmax_type = torch.float32 if dtype is None else dtype
@@ -92,7 +100,10 @@ def answer(case: Case, name: str = "drpo", dtype: torch.dtype | None = torch.flo
     entropy = -(log_softmax.exp() * log_softmax).sum(-1)
     advantage = case.advantages[keep].to(softmax_type)
     mu = case.behavior_logprobs[keep].to(softmax_type).exp()
-    value = FORMULAS[name](logprobs.exp(), mu, advantage, advantage.abs(), constants).to(softmax_type)
+    if value_of is None:
+        value = FORMULAS[name](logprobs.exp(), mu, advantage, advantage.abs(), constants).to(softmax_type)
+    else:
+        value = value_of(log_softmax, keep)
     loss_weights = case.loss_weights[keep].to(softmax_type)
     loss = -(loss_weights * (value + case.entropy_coeff * entropy)).sum()
     grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, weight))

@@ -67,6 +67,68 @@ def test_scale_loses_no_digits_on_its_way_to_main_grad():
     torch.testing.assert_close(results[1], 0.3 * results[0], rtol=1e-6, atol=0)
 
 
+def scaled_beforehand(case: Case, weight: torch.Tensor, hidden: torch.Tensor, token_chunk: int, scale: float):
+    return fused_linear_policy_loss(
+        hidden,
+        weight,
+        case.target_ids,
+        case.behavior_logprobs,
+        case.advantages,
+        case.loss_weights,
+        get_objective("drpo", delta=0.2),
+        vocab_size=case.vocab_size,
+        entropy_coeff=0.1,
+        token_chunk=token_chunk,
+        grad_scale=scale,
+    ).loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("token_chunk", [16, 100])
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_known_scale_needs_no_second_buffer_and_no_pass_over_it(dtype, token_chunk, scale):
+    """The forward pass adds to main_grad in place; what the backward pass hands out is scaled already."""
+    case = make_case(61, 24, 97, dtype=dtype, entropy_coeff=0.1)
+    results = []
+    for known in (False, True):
+        weight, hidden = Parameter(padded(case.weight, 64)), case.hidden.clone().requires_grad_(True)
+        weight.main_grad = torch.full(weight.shape, 0.5)
+        weight.grad_added_to_main_grad = False
+        if known:
+            loss = scaled_beforehand(case, weight, hidden, token_chunk, scale)
+            in_forward = weight.main_grad.clone()
+            (scale * loss).backward()
+            assert torch.equal(weight.main_grad, in_forward)
+        else:
+            loss = scaled_beforehand(case, weight, hidden, token_chunk, None)
+            assert (weight.main_grad == 0.5).all()
+            (scale * loss).backward()
+        assert weight.grad_added_to_main_grad
+        results.append((loss.detach(), hidden.grad, weight.main_grad - 0.5))
+    assert torch.equal(results[0][0], results[1][0])
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    assert relative_error(results[1][1], results[0][1]) < tolerance
+    assert relative_error(results[1][2], results[0][2]) < tolerance + 1e-4  # 0.5 hides the last digits
+
+
+def test_known_scale_without_main_grad_is_applied_as_well():
+    case = make_case(61, 24, 97)
+    results = []
+    for known in (None, 0.3):
+        weight, hidden = Parameter(case.weight.clone()), case.hidden.clone().requires_grad_(True)
+        (0.3 * scaled_beforehand(case, weight, hidden, 16, known)).backward()
+        results.append((hidden.grad, weight.grad))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_other_gradient_than_the_known_one_is_refused():
+    case = make_case(9, 4, 31)
+    loss = scaled_beforehand(case, Parameter(case.weight.clone()), case.hidden, 16, 2.0)
+    with pytest.raises(RuntimeError, match="grad_scale was 2.0, but the loss's gradient is 1.0"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_main_grad_alone_receives_the_gradient(loss):
     case = make_case(61, 24, 97)

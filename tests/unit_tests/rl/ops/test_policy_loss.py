@@ -84,7 +84,9 @@ def test_error_is_that_of_the_plain_path(dtype, sizes, token_chunk):
     for field in ("logprobs", "entropy", "logsumexp", "grad_hidden", "grad_weight"):
         expected = getattr(truth, field)
         error, measure = (relative_error(getattr(path, field), expected) for path in (ours, plain))
-        assert error <= 1.1 * measure + 1e-7, f"{field}: {error} against {measure}"
+        # In bfloat16 each of several chunks' products is rounded before their sum is.
+        allowed = 1.02 if dtype == torch.bfloat16 and token_chunk is None else 1.1
+        assert error <= allowed * measure + 1e-7, f"{field}: {error} against {measure}"
     assert abs(ours.loss - truth.loss) <= 1.1 * abs(plain.loss - truth.loss) + 1e-6
 
 
