@@ -28,9 +28,11 @@ def chunk_size(token_chunk: int | None, weight: torch.Tensor) -> int:
     Raises ConfigError for a ``token_chunk`` below 1.
     """
     if token_chunk is None:
-        budget = _memory(weight.device) // _PART_OF_MEMORY
-        fitting = budget // (weight.element_size() * weight.shape[0]) // _GRAIN * _GRAIN
-        return min(max(fitting, _GRAIN), _TOKENS[weight.device.type])
+        rows, hidden_size = weight.shape
+        fitting = _memory(weight.device) // _PART_OF_MEMORY // (weight.element_size() * rows)
+        # A quarter of the weight's own size, which its gradient needs in any case, is always there to be used.
+        size = max(fitting, hidden_size // 4, _GRAIN) // _GRAIN * _GRAIN
+        return min(size, _TOKENS[weight.device.type])
     if token_chunk < 1:
         raise ConfigError(f"token_chunk must be at least 1 (got {token_chunk})")
     return token_chunk

@@ -5,10 +5,13 @@ serves every chunk.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+_PARTS = 64  # at most, in which a row is summed
 
 
 def why_not(dtype: torch.dtype) -> str | None:
@@ -30,9 +33,19 @@ def statistics(
     logits: torch.Tensor, inverse_temperature: torch.Tensor | None, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """See :mod:`megatron.rl.ops.elementwise`."""
+    # Inductor adds one after the other in float32, which over a long row loses ten times the digits of torch.sum. So
+    # a row is taken in parts, as if several ranks had it, wherever its length can be divided.
+    rows, columns = logits.shape
+    parts = math.gcd(columns, _PARTS)
+    scale = _factor_of_one(logits, inverse_temperature).repeat_interleave(parts)
     # The pass waits for memory, so the entropy and a factor of 1 cost less than further compilations would.
-    peak, sum_exp, weighted = _compiled(_statistics)(logits, _factor_of_one(logits, inverse_temperature))
-    return peak, sum_exp, weighted if with_entropy else None
+    found = _compiled(_statistics)(logits.view(rows * parts, columns // parts), scale)
+    peaks, sums, weighted = (values.view(rows, parts) for values in found)
+    peak = peaks.amax(1)
+    distance = peaks - peak.unsqueeze(1)
+    share = distance.exp()
+    entropy_sum = (share * (weighted + distance * sums)).sum(1) if with_entropy else None
+    return peak, (share * sums).sum(1), entropy_sum
 
 
 def gradients_(
@@ -57,7 +70,8 @@ def _factor_of_one(logits: torch.Tensor, inverse_temperature: torch.Tensor | Non
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # Without the option the code is parallel only if the first call was large, and for that call's number of threads.
-    return torch.compile(function, dynamic=True, fullgraph=True, options={"cpp.dynamic_threads": True})
+    compiled = torch.compile(function, dynamic=True, fullgraph=True, options={"cpp.dynamic_threads": True})
+    return torch.no_grad()(compiled)  # autograd has no part in this, and each of its modes would be compiled anew
 
 
 def _statistics(logits: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -65,10 +79,7 @@ def _statistics(logits: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor
     peak = scaled.amax(1)
     shifted = scaled - peak[:, None]
     exponentials = shifted.exp()
-    # Inductor adds one after the other: in float32 that loses ten times the digits of torch.sum.
-    sum_exp = exponentials.sum(1, dtype=torch.float64)
-    weighted = (shifted * exponentials).sum(1, dtype=torch.float64)
-    return peak, sum_exp.float(), weighted.float()
+    return peak, exponentials.sum(1), (shifted * exponentials).sum(1)
 
 
 def _gradients_(logits: torch.Tensor, scale: torch.Tensor, peak: torch.Tensor, constant: torch.Tensor) -> None:

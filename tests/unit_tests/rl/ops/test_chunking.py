@@ -63,6 +63,8 @@ def test_chosen_chunk_shrinks_with_the_shard_but_stays_wide_enough_for_a_product
     shards = [torch.empty(rows, 0) for rows in (1, 1000, 32_768, 151_936, 10**9)]
     assert [chunk_size(None, shard) for shard in shards] == [1024, 1024, 1024, 128, 128]
     assert [chunk_size(None, shard.bfloat16()) for shard in shards] == [1024, 1024, 1024, 384, 128]
+    # It is not made small beside the weight itself.
+    assert [chunk_size(None, torch.empty(1, size).expand(10**6, size)) for size in (64, 2048, 8192)] == [128, 512, 1024]
 
 
 def test_chosen_chunk_grows_with_the_memory(monkeypatch):
