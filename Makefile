@@ -7,13 +7,18 @@ unexport PYTHONDONTWRITEBYTECODE
 # Threads of the single rank: four at most, since the bundled model's matrices are small.
 RANK_THREADS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 
-.PHONY: help env demo test test-all check format lock clean
+.PHONY: help env env-bench demo test test-all check format lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 env:  ## make the environment .venv from the lock file
 	@tools/setup_env.sh
+
+# verl's own requirements do not go with the locked packages; the benchmark reads its loss modules alone.
+env-bench: env  ## add the loss paths of other projects, which tools/benchmark_loss.py compares with
+	@$(BIN)/uv pip install --quiet --system-certs --constraint requirements.lock --editable '.[bench]'
+	@$(BIN)/uv pip install --quiet --system-certs --no-deps verl==0.9.1
 
 demo: env  ## train the bundled model with DRPO in FP8 and show its reward rise
 	OMP_NUM_THREADS=$(RANK_THREADS) $(BIN)/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 1 \

@@ -1,6 +1,6 @@
 """Measures the policy loss, forward and backward, against its peers: time, memory and error, side by side in one run.
 
-    .venv/bin/uv pip install -e '.[bench]' && .venv/bin/uv pip install --no-deps verl
+    make env-bench
     python tools/benchmark_loss.py --dtype bfloat16
 
 Every path turns the same hidden states into - mean(r * A) over the sampled tokens and gives the gradients for hidden

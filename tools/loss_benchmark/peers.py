@@ -13,12 +13,11 @@ import torch
 
 from loss_benchmark.paths import Forward, LossPath, MissingPeer, Place, policy_gradient_loss, require, require_gpu
 
-_BENCH = ".venv/bin/uv pip install -e '.[bench]'"
-_VERL = ".venv/bin/uv pip install --no-deps verl"  # see the bench extra in pyproject.toml
+_INSTALL = "make env-bench"
 
 
 def _liger_grpo(place: Place) -> Forward:
-    require("liger_kernel", _BENCH)
+    require("liger_kernel", _INSTALL)
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     def forward(hidden, weight, inputs):
@@ -41,7 +40,7 @@ def _liger_grpo(place: Place) -> Forward:
 
 
 def _liger_selective(place: Place) -> Forward:
-    require("liger_kernel", _BENCH)
+    require("liger_kernel", _INSTALL)
     from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
 
     def forward(hidden, weight, inputs):
@@ -54,7 +53,7 @@ def _liger_selective(place: Place) -> Forward:
 
 
 def _liger_tensor_parallel(place: Place) -> Forward:
-    require("liger_kernel", _BENCH)
+    require("liger_kernel", _INSTALL)
     from liger_kernel.ops import fused_linear_scaled_cross_entropy as liger
 
     def forward(hidden, weight, inputs):
@@ -72,7 +71,7 @@ def _liger_tensor_parallel(place: Place) -> Forward:
 
 
 def _liger_scaled(place: Place) -> Forward:
-    require("liger_kernel", _BENCH)
+    require("liger_kernel", _INSTALL)
     from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
 
     def forward(hidden, weight, inputs):
@@ -84,7 +83,7 @@ def _liger_scaled(place: Place) -> Forward:
 
 def _verl_module(name: str) -> ModuleType:
     """A module of verl without the start-up code of ``verl`` and ``verl.utils``, which needs ray and tensordict."""
-    require("verl", _VERL)
+    require("verl", _INSTALL)
     for package in ("verl", "verl.utils"):
         if package not in sys.modules:
             spec = util.find_spec(package)
@@ -125,7 +124,7 @@ def _verl_vocab_parallel(place: Place) -> Forward:
 
 
 def _verl_triton(place: Place) -> Forward:
-    require("verl", _VERL)
+    require("verl", _INSTALL)
     require_gpu(place, "verl's Triton kernel")
     verl = _verl_module("verl.utils.kernel.linear_cross_entropy")
 
@@ -147,7 +146,7 @@ def _cut_cross_entropy(implementation: str) -> Forward:
 
 
 def _cce(place: Place) -> Forward:
-    require("cut_cross_entropy", _BENCH)
+    require("cut_cross_entropy", _INSTALL)
     require_gpu(place, "cut-cross-entropy's Triton kernel")
     if place.dtype not in (torch.bfloat16, torch.float16):
         raise MissingPeer("its backward takes 16-bit inputs only")
@@ -155,7 +154,7 @@ def _cce(place: Place) -> Forward:
 
 
 def _cce_torch_compile(place: Place) -> Forward:
-    require("cut_cross_entropy", _BENCH)
+    require("cut_cross_entropy", _INSTALL)
     return _cut_cross_entropy("torch_compile")
 
 
