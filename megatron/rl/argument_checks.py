@@ -179,7 +179,7 @@ def _check_batches(args: argparse.Namespace) -> None:
 def check_run(run: RunConfig, hf_config: dict) -> None:
     """What needs the resolved configuration: the objective's own checks, and the model's position limit."""
     objective = run.objective
-    get_objective(
+    chosen = get_objective(
         objective.name,
         delta=objective.delta,
         eps=objective.eps,
@@ -187,6 +187,11 @@ def check_run(run: RunConfig, hf_config: dict) -> None:
         eps_high=objective.eps_high,
         advantage_weight=objective.advantage_weight,
     )
+    if chosen.needs == "candidates":
+        raise ConfigError(
+            f"--loss {objective.name} needs the behaviour's most probable tokens, which the rollout engine does not "
+            "give yet; use --loss drpo, or the loss itself from megatron.rl.ops"
+        )
     limit = hf_config.get("max_position_embeddings")
     wanted = run.data.max_prompt_tokens + run.data.max_response_tokens
     if limit is not None and wanted > limit:

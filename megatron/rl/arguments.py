@@ -33,6 +33,8 @@ from megatron.rl.errors import ConfigError
 from megatron.rl.objectives import OBJECTIVES
 from megatron.rl.weights import megatron_arguments_from_hf
 
+# drpo-topk needs the behaviour's most probable tokens, which no rollout engine here gives.
+_LOSSES = [name for name in OBJECTIVES if name != "drpo-topk"]
 # What Megatron's flags default to in this program. Its own defaults describe pre-training.
 _DEFAULTS: dict[str, Any] = {
     "grpo_group_size": 8,
@@ -58,6 +60,7 @@ _DEFAULTS: dict[str, Any] = {
     "dist_ckpt_optim_fully_reshardable": True,  # a run may go on in another layout
     "enable_one_logger": False,  # it warns of a package that is not to be had
 }
+_GSPO_DEFAULTS = {"grpo_clamp_eps_lower": 3e-4, "grpo_clamp_eps_upper": 4e-4}  # a sequence's ratio moves far less
 # Sizes at which the bundled model learns its problems in two minutes on two cores.
 _BUNDLED_DEFAULTS: dict[str, Any] = {
     "grpo_group_size": 8,
@@ -95,7 +98,7 @@ def add_rl_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     """Adds the flags that Megatron lacks; those it has (``--grpo-*``, ``--rl-*``, ``--fp8-*``) keep their meaning."""
     group = parser.add_argument_group("drpo", "policy-gradient training with DRPO (arXiv 2606.09821) and its relatives")
     add = group.add_argument
-    add("--loss", default="drpo", help=f"objective that is maximised: {', '.join(OBJECTIVES)}")
+    add("--loss", default="drpo", help=f"objective that is maximised: {', '.join(_LOSSES)}")
     add("--loss-delta", type=float, default=12.5, help="trust-region size delta of drpo, dppo, kl, k3, tv and mask-*")
     add("--loss-eps", type=float, default=0.2, help="ratio bound of spo")
     add(
@@ -199,6 +202,8 @@ def _resolve(args: argparse.Namespace, explicit: set[str]) -> dict:
     args.hf_model = str(assets.bundled_model_dir()) if bundled else args.hf_model
     hf_config = read_hf_config(args.hf_model)
     fill(_DEFAULTS)
+    if args.loss == "gspo":
+        fill(_GSPO_DEFAULTS)
     if "use_checkpoint_opt_param_scheduler" not in explicit:
         fill({"override_opt_param_scheduler": True})  # a resumed run may be longer than it was meant to be
     if bundled:

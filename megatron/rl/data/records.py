@@ -56,6 +56,8 @@ def _record(line: bytes, place: str) -> Record:
         raise DataError(f"{place}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
     except json.JSONDecodeError as error:
         raise DataError(f"{place}: not JSON ({error.msg}); write one object with {_HAVE} a line") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets thousands deep
+        raise DataError(f"{place}: JSON that is too large to read ({error}); mend or remove the line") from None
     if not isinstance(fields, dict):
         raise DataError(f"{place}: not a JSON object; write one object with {_HAVE} a line (got {_kind(fields)})")
     prompt, answer, source = _problem(fields, place)

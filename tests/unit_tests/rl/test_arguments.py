@@ -28,6 +28,14 @@ def test_the_bare_command_takes_the_bundled_model():
     assert (run.objective.eps_low, run.objective.eps_high) == (0.2, 0.28)
 
 
+def test_gspo_clips_in_its_own_range_unless_told_otherwise():
+    clips = []
+    for flags in ([], ["--grpo-clamp-eps-upper", "0.1"]):
+        objective = parse_arguments(["--loss", "gspo", *flags]).run.objective
+        clips.append((objective.eps_low, objective.eps_high))
+    assert clips == [(3e-4, 4e-4), (3e-4, 0.1)]
+
+
 def test_explicit_megatron_flags_win():
     parsed = parse_arguments(
         [
@@ -119,6 +127,7 @@ MISTAKES = {
     "--reward-workers 0": "reward-workers",
     "--eval-samples 0": "eval-samples",
     "--token-chunk 0": "token-chunk",
+    "--loss drpo-topk": "most probable tokens",
     "--rl-default-top-p 0.9": "truncate",
     "--rl-default-top-k 20": "truncate",
     "--seed -1": "seed",

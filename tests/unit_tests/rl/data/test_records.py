@@ -75,6 +75,8 @@ GOOD = {"prompt": "p", "answer": "1"}
         ('{"prompt": "p", "answer": 1', "not JSON .*write one object"),
         ("prompt,answer", "not JSON"),
         ("[", "not JSON"),
+        ('{"prompt": "p", "answer": ' + "9" * 5000 + "}", "too large to read .*digits"),
+        ("[" * 100_000, "too large to read .*recursion"),
         ([GOOD, GOOD], "not a JSON object; .*got a list"),
         ("3", "not a JSON object; .*got an integer, '3'"),
         ("null", r"not a JSON object; .*\(got null\)"),

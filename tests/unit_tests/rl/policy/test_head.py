@@ -96,6 +96,26 @@ def test_loss_gradients_and_tokens_are_those_of_the_definition(inputs, tied):
         torch.testing.assert_close(values[inputs.mask], expected[name][inputs.mask].float(), rtol=1e-4, atol=1e-5)
 
 
+def test_a_row_is_one_sequence_for_an_objective_of_sequences(inputs):
+    hidden, weight = (x.detach().double().requires_grad_() for x in (inputs.hidden, inputs.weight))
+    logp = _log_probs(inputs, hidden, weight).gather(2, inputs.targets[..., None])[..., 0]
+    trained = inputs.loss_weights > 0
+    log_ratio = torch.where(trained, logp - inputs.behavior.double(), 0.0)
+    ratio = (log_ratio.sum(1) / trained.sum(1).clamp(min=1)).exp()[:, None]
+    advantage = inputs.advantages[:, :1].double().expand(BATCH, LENGTH)
+    j = torch.minimum(ratio * advantage, ratio.clamp(1 - 0.3, 1 + 0.4) * advantage)
+    exact = -(inputs.loss_weights * j).sum()
+    exact.backward()
+
+    inputs.advantages = advantage.float()
+    request = _request(inputs, objective=get_objective("gspo", eps_low=0.3, eps_high=0.4))
+    loss = _run(inputs, request)
+    loss.backward()
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(inputs.hidden.grad.double(), hidden.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(inputs.weight.grad.double(), weight.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_a_pass_without_loss_gives_logprobs_and_entropy(inputs):
     inputs.targets[~inputs.mask] = VOCAB + 99  # whatever padding stands there
     request = _request(inputs, with_loss=False)
