@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 
+from megatron.rl.argument_batching import check_batching
 from megatron.rl.config import RunConfig
 from megatron.rl.cpu_platform import is_cpu_platform
 from megatron.rl.errors import ConfigError
@@ -18,10 +19,9 @@ _WITHOUT_EFFECT = {
     "langrl_env_config": "problems come from --train-prompts, their scorer from --reward",
     "rl_generation_lag": "rollouts are made by the current policy only",
     "rl_partial_rollouts": "rollouts are made by the current policy only",
-    "rl_use_sequence_packing": "responses are padded, not packed",
+    "rl_sequence_packing_algo": "packs are balanced over the ranks by their tokens",
     "rl_importance_sampling_truncation_coef": "the behaviour policy is the engine's own, uncorrected",
     "rl_inference_logprobs_is_correction": "the behaviour policy is the engine's own, uncorrected",
-    "grpo_filter_groups_with_same_reward": "groups without signal are kept and counted",
     "perform_rl_step": "this program is the RL step; leave the flag out",
     "step_batch_size_schedule": "the mini-batch has one size, --global-batch-size",
     "rampup_batch_size": "the mini-batch has one size, --global-batch-size",
@@ -52,6 +52,8 @@ def check_sizes(args: argparse.Namespace) -> None:
         "--global-batch-size": args.global_batch_size,
         "--micro-batch-size": args.micro_batch_size,
         "--reward-workers": args.reward_workers,
+        "--max-tokens-per-gpu": args.max_tokens_per_gpu,
+        "--rl-sequence-packing-max-sequences-per-bin": args.rl_sequence_packing_max_sequences_per_bin,
         "--token-chunk": args.token_chunk,
         "--loss-horizon": args.loss_horizon,
     }
@@ -108,6 +110,7 @@ def check_before_megatron(args: argparse.Namespace, explicit: set[str]) -> None:
         refuse_unemulated_flags(explicit)
     _check_layout(args)
     _check_batches(args)
+    check_batching(args, explicit)
 
 
 def _check_layout(args: argparse.Namespace) -> None:
@@ -138,8 +141,11 @@ def _check_layout(args: argparse.Namespace) -> None:
             f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type} cannot run with expert tensor parallelism "
             f"{etp} on CPUs; use allgather, or --expert-tensor-parallel-size 1"
         )
-    if args.num_experts and tp > 1 and not args.sequence_parallel:
-        args.sequence_parallel = True  # Megatron trains experts under tensor parallelism only so; the start-up says it
+    if cp > 1 and args.transformer_impl == "local" and not is_cpu_platform():
+        raise ConfigError(
+            f"--context-parallel-size {cp} on GPUs needs Transformer Engine; "
+            "install it, or use --context-parallel-size 1"
+        )
 
 
 def _check_batches(args: argparse.Namespace) -> None:

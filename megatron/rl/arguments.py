@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import io
 import json
-import math
 import os
 import re
 import sys
@@ -18,8 +17,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.rl import argument_checks, assets
+from megatron.rl.argument_batching import batching_config, fill_token_budget, total_multiple
 from megatron.rl.config import (
     AdvantageConfig,
+    BatchingConfig,
     DataConfig,
     LossNormalizationConfig,
     ObjectiveConfig,
@@ -55,6 +56,7 @@ _DEFAULTS: dict[str, Any] = {
     "log_interval": 1,
     "save_interval": None,
     "rl_prompts_per_eval": 64,
+    "rl_sequence_packing_max_sequences_per_bin": None,
     "rerun_mode": "disabled",
     "ckpt_assume_constant_structure": True,
     "dist_ckpt_optim_fully_reshardable": True,  # a run may go on in another layout
@@ -115,8 +117,21 @@ def add_rl_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     )
     add("--loss-horizon", type=int, help="tokens; divisor of seq-mean-token-sum-norm (default: the response limit)")
     add("--token-chunk", type=int, help="tokens whose logits exist at a time in the loss (default: chosen by size)")
+    add(
+        "--max-tokens-per-gpu",
+        type=int,
+        metavar="N",
+        help="tokens of a micro-batch on one GPU, which then decide the cut instead of --micro-batch-size; with "
+        "context parallelism a micro-batch holds as many times more (packing has a default)",
+    )
     add("--advantage-std", action="store_true", help="divide advantages by the group's standard deviation")
     add("--advantage-leave-one-out", action="store_true", help="baseline from the other responses of the group")
+    add(
+        "--unscored-responses",
+        default="zero",
+        choices=["zero", "exclude"],
+        help="a response whose scoring timed out or failed counts as score 0, or is left out of its group's baseline",
+    )
     add("--hf-model", metavar="DIR", help="Hugging Face checkpoint folder (default: the bundled tiny model)")
     add("--train-prompts", metavar="FILE", help="JSONL of problems (default: the bundled arithmetic)")
     add(
@@ -166,12 +181,13 @@ def parse_arguments(argv: list[str]) -> ParsedArguments:
             args = megatron_arguments.parse_args(provide)
             hf_config = _resolve(args, explicit)
             argument_checks.check_before_megatron(args, explicit)
-            multiple = pad_multiple(args)
+            batching = batching_config(args)
             fp8 = _take_fp8_from_megatron(args)
             _validate(megatron_arguments.validate_args, args)
+            args.variable_seq_lengths = _shapes_vary(args, batching)
     finally:
         sys.argv = saved
-    run = _run_config(args, fp8, multiple)
+    run = _run_config(args, fp8, batching)
     argument_checks.check_run(run, hf_config)
     return ParsedArguments(args, run, log.getvalue())
 
@@ -220,6 +236,10 @@ def _resolve(args: argparse.Namespace, explicit: set[str]) -> dict:
             fill({"moe_token_dispatcher_type": "allgather"})  # gloo has no uneven all-gather, which all-to-all needs
     if not _has_transformer_engine():
         fill(_LOCAL_LAYERS)
+    if args.num_experts and args.tensor_model_parallel_size > 1:
+        args.sequence_parallel = True  # Megatron trains experts under tensor parallelism only so; the start-up says it
+    if args.recompute_granularity == "full":
+        fill({"recompute_method": "uniform", "recompute_num_layers": 1})
     argument_checks.check_sizes(args)
     _fill_sizes(args, explicit, bundled)
     return hf_config
@@ -240,24 +260,17 @@ def _fill_sizes(args: argparse.Namespace, explicit: set[str], bundled: bool) -> 
         limit = per_rank if bundled else min(8, per_rank)
         args.micro_batch_size = next((n for n in range(limit, 0, -1) if per_rank % n == 0), 1)
     if "seq_length" not in explicit:
-        multiple = pad_multiple(args)
+        multiple = total_multiple(args)
         args.seq_length = -(-(args.max_prompt_tokens + args.max_response_tokens) // multiple) * multiple
     if "max_position_embeddings" not in explicit:
         args.max_position_embeddings = max(args.max_position_embeddings or 0, args.seq_length)
+    fill_token_budget(args, explicit)
     if args.save is None:
         args.save = os.path.join(args.run_dir, "checkpoints")
     if args.save_interval is None:
         args.save_interval = args.train_iters
     args.num_workers = 0
     args.exit_on_missing_checkpoint = True
-
-
-def pad_multiple(args: argparse.Namespace) -> int:
-    """Tokens to a multiple of which rows are padded: for sequence and context parallelism and FP8's GEMMs."""
-    multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    if args.context_parallel_size > 1:
-        multiple *= 2 * args.context_parallel_size
-    return math.lcm(multiple, 16 if args.fp8 else 1)
 
 
 def read_hf_config(folder: str) -> dict:
@@ -297,13 +310,18 @@ def _validate(validate_args: Any, args: argparse.Namespace) -> None:
         raise ConfigError(f"Megatron refuses the flags: {error}") from error
 
 
+def _shapes_vary(args: argparse.Namespace, batching: BatchingConfig) -> bool:
+    """Whether pipeline stages must tell each other the shapes of what they send."""
+    return args.pipeline_model_parallel_size > 1 and batching.token_budget is not None and not batching.uniform
+
+
 def _failed_assertion(error: AssertionError) -> str:
     import traceback
 
     return (traceback.extract_tb(error.__traceback__)[-1].line or "").removeprefix("assert ")
 
 
-def _run_config(args: argparse.Namespace, fp8: tuple[str | None, str | None], multiple: int) -> RunConfig:
+def _run_config(args: argparse.Namespace, fp8: tuple[str | None, str | None], batching: BatchingConfig) -> RunConfig:
     return RunConfig(
         objective=ObjectiveConfig(
             name=args.loss,
@@ -319,7 +337,12 @@ def _run_config(args: argparse.Namespace, fp8: tuple[str | None, str | None], mu
             top_p=args.rl_default_top_p or 1.0,
             top_k=max(args.rl_default_top_k, 0),
         ),
-        advantage=AdvantageConfig(args.advantage_std, args.advantage_leave_one_out),
+        advantage=AdvantageConfig(
+            args.advantage_std,
+            args.advantage_leave_one_out,
+            args.unscored_responses,
+            args.grpo_filter_groups_with_same_reward,
+        ),
         normalization=LossNormalizationConfig(
             args.loss_normalization, args.loss_horizon if args.loss_horizon is not None else args.max_response_tokens
         ),
@@ -332,12 +355,12 @@ def _run_config(args: argparse.Namespace, fp8: tuple[str | None, str | None], mu
             args.overlong_prompts,
             args.apply_chat_template,
         ),
+        batching=batching,
         trainer=TrainerConfig(
             prompts_per_step=args.grpo_prompts_per_step,
             group_size=args.grpo_group_size,
             iterations=args.grpo_iterations,
             mini_batch_size=args.global_batch_size,
-            micro_batch_size=args.micro_batch_size,
             train_iters=args.train_iters,
             seed=args.seed,
             eval_interval=args.eval_interval,
@@ -348,7 +371,6 @@ def _run_config(args: argparse.Namespace, fp8: tuple[str | None, str | None], mu
             tensorboard_dir=args.tensorboard_dir or os.path.join(os.path.abspath(args.run_dir), "tensorboard"),
             entropy_coeff=args.grpo_entropy_term_weight,
             token_chunk=args.token_chunk,
-            pad_to_multiple=multiple,
         ),
         hf_model=args.hf_model,
         bf16=args.bf16,

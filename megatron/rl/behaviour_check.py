@@ -1,8 +1,10 @@
 """Runs the check of the rollout engine against the trainer on a few real prompts, over all ranks."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron.rl.config import RunConfig
@@ -38,18 +40,31 @@ def _precision(run: RunConfig) -> str:
 def _log_probabilities(
     learner: Learner, batches: Sequence[TokenBatch], groups: Any, temperature: float | None
 ) -> tuple[Rows, Rows]:
-    """Engine's and trainer's log-probabilities of all data-parallel ranks, on every rank."""
+    """Engine's and trainer's log-probabilities of all responses, token by token in order, on every rank."""
     requests = learner.logprobs(batches, temperature=temperature)
-    mine: tuple[Rows, Rows] = ([], [])
+    mine: list[_Token] = []
     if learner.is_last_stage:
         for batch, request in zip(batches, requests, strict=True):
-            for row, mask in enumerate(batch.mask):
-                if mask.any():
-                    mine[0].append(batch.behavior_logprobs[row][mask].tolist())
-                    mine[1].append(request.tokens["logprobs"][row][mask].tolist())
-    shares: list[Any] = [None] * groups.dp.size()
-    dist.all_gather_object(shares, mine, group=groups.dp)
-    everything = [([row for engine, _ in shares for row in engine], [row for _, trainer in shares for row in trainer])]
+            mine += _tokens(batch, request.tokens["logprobs"])
+    # Data- and context-parallel ranks have different tokens; under context parallelism also of one response.
+    shares: list[list[_Token]] = [[] for _ in range(groups.dp_cp.size())]
+    dist.all_gather_object(shares, mine, group=groups.dp_cp)
+    everything = [sorted(token for share in shares for token in share)]
     if groups.pp.size() > 1:
         dist.broadcast_object_list(everything, group=groups.pp, group_src=groups.pp.size() - 1)
-    return everything[0]
+    engine: dict[int, list[float]] = defaultdict(list)
+    trainer: dict[int, list[float]] = defaultdict(list)
+    for place, _, log_mu, log_pi in everything[0]:
+        engine[place].append(log_mu)
+        trainer[place].append(log_pi)
+    return list(engine.values()), list(trainer.values())
+
+
+_Token = tuple[int, int, float, float]  # place of the response in the mini-batch, position, log mu, log pi
+
+
+def _tokens(batch: TokenBatch, logprobs: torch.Tensor) -> list[_Token]:
+    """This rank's sampled tokens of a micro-batch."""
+    places = [batch.places[number] for number in batch.sequence_ids[batch.mask].tolist()]
+    values = (batch.position_ids, batch.behavior_logprobs, logprobs)
+    return list(zip(places, *(value[batch.mask].tolist() for value in values), strict=True))

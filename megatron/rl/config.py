@@ -32,6 +32,7 @@ class AdvantageConfig:
     normalize_std: bool = False  # divide by the group's standard deviation
     leave_one_out: bool = False  # baseline from the other members of the group only
     unscored: str = "zero"  # a timed-out or failed scoring counts as score 0; or "exclude": it is left out
+    filter_flat_groups: bool = False  # groups without signal enter neither the loss nor its denominators
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,20 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class BatchingConfig:
+    """How the mini-batch of an optimizer step is cut into micro-batches. Nothing that is learned depends on it."""
+
+    micro_batch_size: int  # responses of one forward pass of one rank, where no token budget decides
+    token_budget: int | None = None  # most tokens of a micro-batch, padding and all context-parallel ranks included
+    packed: bool = False  # responses one after another in one row, instead of a row each
+    max_sequences_per_bin: int | None = None  # packed: most responses of a micro-batch
+    sequence_multiple: int = 1  # packed: tokens of each response are padded to a multiple of it
+    total_multiple: int = 1  # tokens of a row are
+    count_multiple: int = 1  # micro-batches of a rank are a multiple of it
+    uniform: bool = False  # all micro-batches of an optimizer step have one shape
+
+
+@dataclass(frozen=True)
 class TrainerConfig:
     """The loop: sizes of a rollout batch and its mini-batches, evaluation, seeds, output."""
 
@@ -71,7 +86,6 @@ class TrainerConfig:
     group_size: int
     iterations: int  # epochs over each rollout batch
     mini_batch_size: int  # responses of one optimizer step, over all data-parallel ranks
-    micro_batch_size: int  # responses of one forward pass of one rank
     train_iters: int  # optimizer steps of the whole run
     seed: int
     eval_interval: (
@@ -84,7 +98,6 @@ class TrainerConfig:
     tensorboard_dir: str | None
     entropy_coeff: float = 0.0
     token_chunk: int | None = None
-    pad_to_multiple: int = 1
 
     @property
     def iterations_per_step(self) -> int:
@@ -107,6 +120,7 @@ class RunConfig:
     normalization: LossNormalizationConfig
     reward: RewardConfig
     data: DataConfig
+    batching: BatchingConfig
     trainer: TrainerConfig
     hf_model: str
     bf16: bool = False

@@ -95,12 +95,13 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _without_cuda(function: Callable) -> Callable:
-    """``function`` with a ``device=`` argument that names CUDA replaced by the CPU."""
+    """``function`` with a ``device=`` argument that names CUDA replaced by the CPU, and without pinned memory."""
 
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)  # which needs a CUDA driver
         return function(*args, **kwargs)
 
     return on_cpu

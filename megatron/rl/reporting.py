@@ -59,6 +59,8 @@ class Reporter:
         self._first_statistics: dict[str, float]
         self._first_tokens: list[tuple[torch.Tensor, torch.Tensor]]
         self._sampled_tokens: int
+        self._micro_batches: int
+        self._positions: torch.Tensor
         self._begin_step()
 
     def __enter__(self) -> Self:
@@ -102,6 +104,7 @@ class Reporter:
             "reward/timeouts": sum(result.status == "timeout" for result in results),
             "reward/errors": sum(result.status == "error" for result in results),
             "reward/flat_groups": counts.without_signal / counts.groups,
+            "reward/incomplete_groups": counts.incomplete / counts.groups,
             "response/length": statistics.fmean(lengths),
             "response/length_max": max(lengths),
             "response/truncated": reasons.count("length") / len(reasons),
@@ -112,7 +115,9 @@ class Reporter:
     def update(self, result: UpdateResult, batches: Sequence[TokenBatch], *, first: bool) -> None:
         """One optimizer step. In a step's ``first`` one pi and mu are one policy, so they differ by mismatch only."""
         self._updates.append(result)
+        self._micro_batches += len(batches)
         for batch, request in zip(batches, result.requests, strict=True):
+            self._positions += torch.tensor([batch.tokens.numel(), int(batch.is_padding.sum())])
             if not request.tokens:  # another pipeline stage than the last has none
                 continue
             self._tokens.add({**request.tokens, "behavior_logprobs": batch.behavior_logprobs}, batch.mask)
@@ -132,6 +137,8 @@ class Reporter:
                 "iteration": iteration,
                 **self._record,
                 **found,
+                "train/micro_batches": self._micro_batches,
+                "train/padding": self._padding(),
                 "train/loss": statistics.fmean(update.loss for update in self._updates),
                 "train/grad_norm": statistics.fmean(update.grad_norm for update in self._updates),
                 "train/learning_rate": self._updates[-1].learning_rate,
@@ -186,7 +193,14 @@ class Reporter:
         self._record, self._updates = {}, []
         self._tokens = TokenStatistics(self._device)
         self._first_statistics, self._first_tokens = {}, []
-        self._sampled_tokens = 0
+        self._sampled_tokens = self._micro_batches = 0
+        self._positions = torch.zeros(2, dtype=torch.int64)  # of this rank's micro-batches: in all, and of padding
+
+    def _padding(self) -> float:
+        positions = self._positions.to(self._device)
+        torch.distributed.all_reduce(positions, group=self._groups.dp_cp)
+        total, padding = positions.tolist()
+        return padding / total
 
     def _reduce(self) -> dict[str, float]:
         pipeline: ProcessGroup | None = self._groups.pp if self._groups.pp.size() > 1 else None

@@ -10,7 +10,7 @@ from megatron.rl import checkpoint, setup, start_up
 from megatron.rl.arguments import ParsedArguments, parse_arguments, read_hf_config
 from megatron.rl.collector import Collector
 from megatron.rl.config import RunConfig
-from megatron.rl.data import PromptSampler, PromptSet, load_prompts
+from megatron.rl.data import MicroBatcher, PromptSampler, PromptSet, load_prompts
 from megatron.rl.errors import ConfigError
 from megatron.rl.objectives import Objective, get_objective
 from megatron.rl.policy.learner import HeadSettings, Learner
@@ -121,10 +121,22 @@ def _train(
             export_folder=lambda: save_hf_checkpoint(export_dir, export(), source_dir=config.hf_model),
             saved=(("Megatron checkpoint", args.save), ("Hugging Face export", export_dir)),
             groups=policy.groups,
-            pad_id=_pad_id(tokenizer),
-            device=policy.device,
+            micro_batches=_micro_batcher(config, policy, _pad_id(tokenizer)),
         )
         Trainer(config, parts, progress).train()
+
+
+def _micro_batcher(config: RunConfig, policy: setup.Policy, pad_id: int) -> MicroBatcher:
+    dp, cp = policy.groups.dp, policy.groups.cp
+    return MicroBatcher(
+        config.batching,
+        dp_rank=dp.rank(),
+        dp_size=dp.size(),
+        cp_rank=cp.rank(),
+        cp_size=cp.size(),
+        pad_id=pad_id,
+        device=policy.device,
+    )
 
 
 def _objective(config: RunConfig) -> Objective:

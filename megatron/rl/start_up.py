@@ -2,11 +2,13 @@
 
 import os
 from importlib.metadata import version
+from typing import Any
 
 import torch
 
 from megatron.rl import cpu_platform
 from megatron.rl.arguments import ParsedArguments
+from megatron.rl.config import RunConfig
 from megatron.rl.data import PromptSet
 from megatron.rl.fp8 import count_emulated_linears, describe_emulation, fp8_config_from_flags
 from megatron.rl.setup import Policy
@@ -32,6 +34,7 @@ def describe(
             f"{trainer.prompts_per_step} prompts x {trainer.group_size} responses a step, "
             f"{trainer.iterations_per_step} optimizer steps of {trainer.mini_batch_size} each; {trainer.steps} steps",
         ),
+        ("micro-batches", _micro_batches(args, run)),
         ("optimizer", f"{args.optimizer}, learning rate {args.lr}"),
         ("prompts", _prompts(train, "train") + (", " + _prompts(held_out, "held out") if held_out else "")),
         ("reward", f"{run.reward.name}, {run.reward.workers} worker(s) a rank, {run.reward.timeout_s} s each"),
@@ -55,6 +58,19 @@ def _layout(args: object) -> str:
     )
     sizes = [f"{name} {getattr(args, attribute)}" for name, attribute in names]
     return f"{args.world_size} process(es): {', '.join(sizes)}"  # type: ignore[attr-defined]
+
+
+def _micro_batches(args: Any, run: RunConfig) -> str:
+    batching = run.batching
+    if batching.token_budget is None:
+        how = f"{batching.micro_batch_size} rows, padded to the longest response of the optimizer step"
+    else:
+        kind = "packed" if batching.packed else "rows of like length"
+        how = f"{kind}, at most {args.max_tokens_per_gpu} tokens on one GPU"
+    if args.recompute_granularity is None:
+        return how
+    what = "everything" if args.recompute_granularity == "full" else ", ".join(args.recompute_modules)
+    return f"{how}; recomputed in the backward pass: {what}"
 
 
 def _precision(parsed: ParsedArguments) -> str:

@@ -10,13 +10,11 @@ from megatron.rl.behaviour_check import check_behaviour_policy
 from megatron.rl.collector import Collector
 from megatron.rl.config import RunConfig
 from megatron.rl.data import (
+    MicroBatcher,
     PromptSampler,
-    TokenBatch,
-    collate,
     group_advantages,
     loss_weights,
-    padded_length,
-    split_for_rank,
+    trained_samples,
 )
 from megatron.rl.evaluation import Evaluation, evaluate
 from megatron.rl.policy.learner import Learner
@@ -41,8 +39,7 @@ class Parts:
     export_folder: Callable[[], None]
     saved: Sequence[tuple[str, str]]  # (what, where) of the two above
     groups: Any  # Megatron's ProcessGroupCollection
-    pad_id: int
-    device: torch.device
+    micro_batches: MicroBatcher
 
 
 @dataclass
@@ -104,24 +101,23 @@ class Trainer:
         with self._report.phase("reward"):
             scored = self._parts.collector.scored(pending)
         advantages = group_advantages([result for _, _, result in scored], trainer.group_size, self._run.advantage)
-        return [Sample(*triple, advantage) for triple, advantage in zip(scored, advantages, strict=True)]
+        trained = trained_samples(advantages, trainer.group_size, self._run.advantage)
+        return [
+            Sample(*triple, advantage, is_trained)
+            for triple, advantage, is_trained in zip(scored, advantages, trained, strict=True)
+        ]
 
     def _update(self, samples: Sequence[Sample], *, first: bool) -> None:
         """One optimizer step on a mini-batch. mu stays the engine's own log-probability through all of them."""
+        # Where all of a mini-batch is filtered out, it is trained on as it is: its objective has no gradient.
+        trained = [sample for sample in samples if sample.trained] or samples
         with self._report.phase("train"):
-            batches = self._micro_batches(samples)
+            batches = self._parts.micro_batches(trained)
             weights = loss_weights(batches, self._run.normalization, self._parts.groups.dp_cp)
             result = self._parts.learner.update(batches, weights, len(samples))
         self._progress.iteration += 1
         # Before the first optimizer step pi and mu are one policy: what differs is engine against trainer.
         self._report.update(result, batches, first=first)
-
-    def _micro_batches(self, samples: Sequence[Sample]) -> list[TokenBatch]:
-        """This data-parallel rank's micro-batches, padded to one length on all ranks."""
-        dp = self._parts.groups.dp
-        length = padded_length(samples, self._run.trainer.pad_to_multiple)
-        mine = split_for_rank(samples, dp.rank(), dp.size(), self._run.trainer.micro_batch_size)
-        return [collate(rows, length, self._parts.pad_id, self._parts.device) for rows in mine]
 
     def _hand_over_weights(self) -> None:
         with self._report.phase("sync"):
@@ -134,7 +130,7 @@ class Trainer:
             collector = self._parts.collector
             scored = collector.scored(collector.sample(prompts, 2, self._run.sampling, "preflight"))
             samples = [_without_advantage(*triple) for triple in scored]
-            batches = self._micro_batches(samples)
+            batches = self._parts.micro_batches(samples)
             report = check_behaviour_policy(self._parts.learner, batches, self._run, self._parts.groups)
         self._report.preflight(self._progress.step, self._progress.iteration, report)
 

@@ -74,3 +74,4 @@ class Sample:
     completion: Completion
     reward: RewardResult
     advantage: float
+    trained: bool = True  # False: filtered out; it enters neither the loss nor its denominators

@@ -48,6 +48,18 @@ def group_advantages(results: Sequence[RewardResult], group_size: int, config: A
     return advantages
 
 
+def trained_samples(advantages: Sequence[float], group_size: int, config: AdvantageConfig) -> list[bool]:
+    """Which responses are trained on: all, or with ``filter_flat_groups`` those whose group has any advantage.
+
+    Advantages as :func:`group_advantages` gives them. A group without signal adds no gradient of the objective either
+    way; filtered, its responses and tokens do not enlarge the denominators, nor does the entropy bonus see them.
+    """
+    if not config.filter_flat_groups:
+        return [True] * len(advantages)
+    groups = [advantages[start : start + group_size] for start in range(0, len(advantages), group_size)]
+    return [any(group) for group in groups for _ in group]
+
+
 def count_groups(results: Sequence[RewardResult], group_size: int, config: AdvantageConfig) -> GroupCounts:
     """Counts the groups that teach nothing and the responses without a score; arguments as above."""
     groups = list(_groups(results, group_size))

@@ -1,92 +1,164 @@
-"""From samples to padded tensors, and the share of each data-parallel rank and micro-batch."""
+"""From samples to the tensors of a micro-batch, whole or one context-parallel rank's share."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 
+from megatron.rl.config import BatchingConfig
+from megatron.rl.data.cutting import Cut, cut
 from megatron.rl.types import Sample
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """One micro-batch. Position t of a row sees tokens 0..t and predicts ``targets[t]``, the token at t + 1.
+    """One micro-batch. A position sees those before it in its sequence and predicts ``targets`` there, the next token.
 
-    All but ``response_tokens`` are [batch, sequence]. Where ``mask`` is false, log-probability and advantage
-    are zero, and the target is a prompt token or padding.
+    Tensors but ``response_tokens`` and ``cu_seqlens`` are [rows, positions]: a row is one sequence, or, packed, the
+    only row holds all of them one after another. Under context parallelism the positions are those of this rank. Where
+    ``mask`` is false, log-probability and advantage are zero, and the target is a prompt token or padding.
     """
 
     tokens: torch.Tensor  # int64
-    position_ids: torch.Tensor  # int64
+    position_ids: torch.Tensor  # int64, within the sequence
     targets: torch.Tensor  # int64
     mask: torch.Tensor  # bool; the target was sampled by the policy
     behavior_logprobs: torch.Tensor  # float32, natural logarithm of mu of the target
     advantages: torch.Tensor  # float32
-    response_tokens: torch.Tensor  # int64 [batch]; sampled tokens of the row's whole response, 0 in a row without one
+    sequence_ids: torch.Tensor  # int64, which of the micro-batch's responses; -1 in padding that belongs to none
+    is_padding: torch.Tensor  # bool; neither prompt nor response
+    response_tokens: torch.Tensor  # int64 [responses]; sampled tokens of the whole response
+    cu_seqlens: torch.Tensor | None  # int32 [sequences + 1]; packed: bounds of the whole sequences, else None
+    places: tuple[int, ...]  # of its responses in the mini-batch
 
 
-def split_for_rank(
-    samples: Sequence[Sample], dp_rank: int, dp_size: int, micro_batch_size: int
-) -> list[list[Sample | None]]:
-    """The micro-batches of one data-parallel rank: the same number of the same size on every rank.
+class MicroBatcher:
+    """Makes one data-parallel and context-parallel rank's micro-batches of a mini-batch.
 
-    Samples are dealt in turn, so ranks differ by one sample at most. Where they run out, None stands for an
-    empty row: a rank without samples still takes part in every forward, backward and collective.
+    Args:
+        config: how mini-batches are cut, and the multiples that lengths are padded to.
+        dp_rank, dp_size, cp_rank, cp_size: the rank's place in the data-parallel and the context-parallel group.
+        pad_id: any token; what is padding goes by position.
+        device: of the tensors.
     """
-    if not 0 <= dp_rank < dp_size:
-        raise ValueError(f"data-parallel rank {dp_rank} is outside 0..{dp_size - 1}")
-    if micro_batch_size < 1:
-        raise ValueError(f"micro_batch_size must be at least 1 (got {micro_batch_size})")
-    largest_share = -(-len(samples) // dp_size)
-    batches = max(1, -(-largest_share // micro_batch_size))
-    mine: list[Sample | None] = list(samples[dp_rank::dp_size])
-    mine += [None] * (batches * micro_batch_size - len(mine))
-    return [mine[start : start + micro_batch_size] for start in range(0, len(mine), micro_batch_size)]
+
+    def __init__(
+        self,
+        config: BatchingConfig,
+        *,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        cp_rank: int = 0,
+        cp_size: int = 1,
+        pad_id: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._config = config
+        self._dp = dp_rank, dp_size
+        self._cp = cp_rank, cp_size
+        self._pad_id = pad_id
+        self._device = device
+
+    def __call__(self, samples: Sequence[Sample]) -> list[TokenBatch]:
+        """This rank's micro-batches of ``samples``, which all ranks pass alike; equally many on every rank."""
+        dp_rank, dp_size = self._dp
+        lengths = [len(sample.completion.prompt_ids) + len(sample.completion.token_ids) for sample in samples]
+        mine = cut(lengths, dp_size, self._config)[dp_rank]
+        batches = [collate(samples, shape, self._pad_id) for shape in mine]
+        if self._cp[1] > 1:
+            batches = [context_share(batch, *self._cp) for batch in batches]
+        return [_changed(batch, lambda tensor: tensor.to(self._device)) for batch in batches]
 
 
-def padded_length(samples: Sequence[Sample], multiple: int) -> int:
-    """The longest sample's tokens, prompt and response, rounded up to a multiple."""
-    longest = max(len(sample.completion.prompt_ids) + len(sample.completion.token_ids) for sample in samples)
-    return -(-longest // multiple) * multiple
-
-
-def collate(rows: Sequence[Sample | None], length: int, pad_id: int, device: torch.device | str = "cpu") -> TokenBatch:
-    """Pads ``rows`` on the right to ``length`` tokens; None is a row of padding.
+def collate(samples: Sequence[Sample], shape: Cut, pad_id: int) -> TokenBatch:
+    """The micro-batch of ``shape`` from the mini-batch ``samples``, each sequence padded at its end.
 
     Every sampled token is trained, the end-of-sequence token included, and nothing else: the mask goes by
     position, so ``pad_id`` may be any token, also the end-of-sequence one.
 
-    Raises ValueError for a row that is longer than ``length``, has no prompt token (nothing would predict the
+    Raises ValueError for a sequence that is longer than its place, has no prompt token (nothing would predict the
     first response token), or has another number of log-probabilities than of response tokens.
     """
-    shape = (len(rows), length)
-    tokens = torch.full(shape, pad_id, dtype=torch.int64)
-    mask = torch.zeros(shape, dtype=torch.bool)
-    logprobs = torch.zeros(shape, dtype=torch.float32)
-    advantages = torch.zeros(shape, dtype=torch.float32)
-    for row, sample in enumerate(rows):
-        if sample is None:
+    size = (shape.rows, shape.length)
+    tokens = torch.full(size, pad_id, dtype=torch.int64)
+    targets = tokens.clone()
+    positions = torch.zeros(size, dtype=torch.int64)
+    mask = torch.zeros(size, dtype=torch.bool)
+    logprobs = torch.zeros(size, dtype=torch.float32)
+    advantages = torch.zeros(size, dtype=torch.float32)
+    sequence_ids = torch.full(size, -1, dtype=torch.int64)
+    is_padding = torch.ones(size, dtype=torch.bool)
+    for number, (row, start, length) in enumerate(_spans(shape)):
+        positions[row, start : start + length] = torch.arange(length)
+        if number >= len(shape.places):
             continue
+        sample = samples[shape.places[number]]
         prompt, response = sample.completion.prompt_ids, sample.completion.token_ids
         _check(sample, length)
-        end = len(prompt) + len(response)
-        predicting = slice(len(prompt) - 1, end - 1)
-        tokens[row, :end] = torch.tensor(prompt + response, dtype=torch.int64)
+        end = start + len(prompt) + len(response)
+        predicting = slice(start + len(prompt) - 1, end - 1)
+        tokens[row, start:end] = torch.tensor(prompt + response, dtype=torch.int64)
+        targets[row, start : end - 1] = tokens[row, start + 1 : end]
         mask[row, predicting] = True
         logprobs[row, predicting] = torch.tensor(sample.completion.logprobs, dtype=torch.float32)
         advantages[row, predicting] = sample.advantage
-    targets = torch.full(shape, pad_id, dtype=torch.int64)
-    targets[:, :-1] = tokens[:, 1:]
-    batch = TokenBatch(
+        sequence_ids[row, start : start + length] = number
+        is_padding[row, start:end] = False
+    bounds = None if shape.packed is None else torch.tensor([0, *accumulate(shape.packed)], dtype=torch.int32)
+    lengths = [len(samples[place].completion.token_ids) for place in shape.places]
+    return TokenBatch(
         tokens=tokens,
-        position_ids=torch.arange(length).expand(shape).contiguous(),
+        position_ids=positions,
         targets=targets,
         mask=mask,
         behavior_logprobs=logprobs,
         advantages=advantages,
-        response_tokens=mask.sum(dim=1),
+        sequence_ids=sequence_ids,
+        is_padding=is_padding,
+        response_tokens=torch.tensor(lengths, dtype=torch.int64),
+        cu_seqlens=bounds,
+        places=shape.places,
     )
-    return TokenBatch(**{name: tensor.to(device) for name, tensor in vars(batch).items()})
+
+
+def context_share(batch: TokenBatch, rank: int, ranks: int) -> TokenBatch:
+    """A context-parallel rank's positions of a whole micro-batch, as Megatron and Transformer Engine deal them.
+
+    Each sequence is cut into 2 x ``ranks`` chunks, of which a rank has the ``rank``-th and the ``rank``-th from the
+    end. Targets were set before, so a chunk's last position predicts the first token of the next chunk.
+
+    Raises ValueError where a sequence's length is no multiple of 2 x ``ranks``.
+    """
+    length = batch.tokens.shape[1]
+    bounds = [0, length] if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
+    mine = []
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        if (end - start) % (2 * ranks):
+            raise ValueError(f"a sequence of {end - start} tokens cannot be cut into {2 * ranks} chunks")
+        chunk = (end - start) // (2 * ranks)
+        for first in (start + rank * chunk, end - (rank + 1) * chunk):
+            mine.append(torch.arange(first, first + chunk))
+    index = torch.cat(mine)
+    return _changed(batch, lambda tensor: tensor[:, index] if tensor.dim() == 2 else tensor)
+
+
+def _changed(batch: TokenBatch, change: Callable[[torch.Tensor], torch.Tensor]) -> TokenBatch:
+    """``change`` applied to each tensor."""
+    tensors: dict[str, Any] = {
+        name: change(value) for name, value in vars(batch).items() if isinstance(value, torch.Tensor)
+    }
+    return replace(batch, **tensors)
+
+
+def _spans(shape: Cut) -> Iterator[tuple[int, int, int]]:
+    """Row, first position and length of each sequence, padding's last."""
+    if shape.packed is None:
+        yield from ((row, 0, shape.length) for row in range(shape.rows))
+        return
+    for start, length in zip(accumulate(shape.packed, initial=0), shape.packed, strict=False):
+        yield 0, start, length
 
 
 def _check(sample: Sample, length: int) -> None:

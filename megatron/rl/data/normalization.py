@@ -66,7 +66,7 @@ def _global_counts(batches: Sequence[TokenBatch], group: ProcessGroup | None) ->
     """Sampled tokens and responses of the whole mini-batch."""
     counts = torch.zeros(2, dtype=torch.float64, device=batches[0].mask.device)
     for batch in batches:
-        tokens = batch.mask.sum(dim=1)
+        tokens = torch.bincount(batch.sequence_ids[batch.mask], minlength=len(batch.places))
         counts[0] += tokens.sum()
         # A response spread over context-parallel ranks counts on each with the share of tokens that it has there.
         counts[1] += (tokens.double() / batch.response_tokens.clamp(min=1)).sum()

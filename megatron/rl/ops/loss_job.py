@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megatron.rl.ops.chunking import Plan, Rows
 from megatron.rl.ops.projection import Projection
+from megatron.rl.ops.sequence_group import solve_together
 from megatron.rl.ops.softmax import ChunkSoftmax
 from megatron.rl.ops.validation import check_tokens
 
@@ -41,6 +43,7 @@ class LossJob:
     loss_weights: torch.Tensor
     target_log_mu: torch.Tensor  # [n, targets] of the sampled token and the candidates; NaN where there is none
     sequence_ids: torch.Tensor | None
+    sequence_group: ProcessGroup | None  # the ranks over which sequences are spread
     entropy_coeff: float
     grad_scale: float | None
 
@@ -56,6 +59,7 @@ class LossJob:
         *,
         candidates: tuple[torch.Tensor | None, torch.Tensor | None] | None,
         sequence_ids: torch.Tensor | None,
+        sequence_group: ProcessGroup | None,
         entropy_coeff: float,
         grad_scale: float | None,
     ) -> "LossJob":
@@ -82,6 +86,7 @@ class LossJob:
             loss_weights[rows],
             target_log_mu[rows],
             None if sequence_ids is None else sequence_ids[rows],
+            sequence_group,
             entropy_coeff,
             grad_scale,
         )
@@ -109,7 +114,11 @@ class LossJob:
         log_mu, advantages, weights = self.log_mu[part], self.advantages[part], self.loss_weights[part]
         if self.sequence_ids is not None:
             logprobs = softmax.logprobs[:, 0]
-            value, slope = self.objective(logprobs, log_mu, advantages, weights, self.sequence_ids[part])
+            per_token, ids = (logprobs, log_mu, advantages, weights), self.sequence_ids[part]
+            if self.sequence_group is None:
+                value, slope = self.objective(*per_token, ids)
+            else:
+                value, slope = solve_together(self.objective, per_token, ids, self.sequence_group)
             return value, slope.unsqueeze(1)
         if self.target_log_mu.shape[1] > 1 or getattr(self.objective, "needs", "token") == "candidates":
             value, slopes = self.objective(softmax.logprobs, self.target_log_mu[part], advantages)

@@ -31,6 +31,7 @@ def fused_linear_policy_loss(
     topk_ids: torch.Tensor | None = None,
     topk_logprobs: torch.Tensor | None = None,
     sequence_ids: torch.Tensor | None = None,
+    sequence_group: dist.ProcessGroup | None = None,
     grad_scale: float | None = None,
 ) -> PolicyLossOutput:
     """- sum(loss_weights * J) - entropy_coeff * sum(loss_weights * entropy), J by ``objective`` (arXiv 2606.09821).
@@ -64,7 +65,9 @@ def fused_linear_policy_loss(
             probable tokens and their log mu. The sampled token counts once, whether it is among them or not. A
             negative id stands for no candidate, a log mu of -inf for a mu of 0.
         sequence_ids: [tokens] integers, for an objective of whole sequences (gspo): which one each token belongs to.
-            A sequence's unmasked tokens must all be in this call.
+            A sequence's unmasked tokens must all be in this call, of the ranks of ``sequence_group`` together.
+        sequence_group: the ranks over which sequences are spread (context parallelism), whose numbers in
+            ``sequence_ids`` then agree; None where each rank has whole ones.
         grad_scale: the gradient that the loss will receive in the backward pass, where the caller knows it. Then the
             weight's gradient goes straight into a float32 ``main_grad``, already in the forward pass, and needs no
             memory of its own. (After an error ``main_grad`` is then undefined.)
@@ -101,6 +104,7 @@ def fused_linear_policy_loss(
         loss_weights,
         candidates=None if topk_ids is None and topk_logprobs is None else (topk_ids, topk_logprobs),
         sequence_ids=sequence_ids,
+        sequence_group=sequence_group,
         entropy_coeff=entropy_coeff,
         grad_scale=grad_scale,
     )

@@ -16,11 +16,12 @@ from megatron.rl.ops import fused_linear_logprobs, fused_linear_policy_loss
 
 @dataclass
 class LossInputs:
-    """Per-token inputs of the objective, each [batch, sequence] float32."""
+    """Per-token inputs of the objective, each [rows, positions]; float32 but for the ids."""
 
     behavior_logprobs: torch.Tensor
     advantages: torch.Tensor
     loss_weights: torch.Tensor  # mask and normalisation; zero where no token is trained
+    sequence_ids: torch.Tensor  # int64, which response of the micro-batch
     grad_scale: float | None = None  # the gradient that the loss will receive, where that is known beforehand
 
 
@@ -29,15 +30,16 @@ class HeadRequest:
     """What the head computes for one micro-batch, and where it leaves the per-token values.
 
     With ``loss`` the head returns the scalar loss; without it the forward only gives log-probabilities and
-    entropy. ``tokens`` are the per-token results by name, each [batch, sequence] float32, detached.
+    entropy. ``tokens`` are the per-token results by name, each [rows, positions] float32, detached.
     """
 
-    targets: torch.Tensor  # [batch, sequence] int64, the token that each position predicts
-    mask: torch.Tensor  # [batch, sequence] bool, positions whose target was sampled by the policy
+    targets: torch.Tensor  # [rows, positions] int64, the token that each position predicts
+    mask: torch.Tensor  # [rows, positions] bool, positions whose target was sampled by the policy
     vocab_size: int
     temperature: float
     tp_group: ProcessGroup | None
     sequence_parallel: bool
+    cp_group: ProcessGroup | None = None  # over which a response's positions are spread
     token_chunk: int | None = None
     loss: LossInputs | None = None
     objective: Objective | None = None
@@ -97,7 +99,8 @@ def policy_head(
         _sequence_first(inputs.advantages),
         _sequence_first(inputs.loss_weights),
         objective,
-        sequence_ids=_sequence_first(_row_ids(shape, hidden.device)) if objective.needs == "sequence" else None,
+        sequence_ids=_sequence_first(inputs.sequence_ids) if objective.needs == "sequence" else None,
+        sequence_group=context.cp_group if objective.needs == "sequence" else None,
         grad_scale=inputs.grad_scale,
         entropy_coeff=context.entropy_coeff,
         **shared,
@@ -108,13 +111,8 @@ def policy_head(
     return output.loss
 
 
-def _row_ids(shape: torch.Size, device: torch.device) -> torch.Tensor:
-    """Which sequence each token of a [batch, sequence] belongs to: a row is one."""
-    return torch.arange(shape[0], device=device).unsqueeze(1).expand(shape)
-
-
 def _sequence_first(x: torch.Tensor) -> torch.Tensor:
-    """[batch, sequence] to the order of Megatron's flattened [sequence, batch]."""
+    """[rows, positions] to the order of Megatron's flattened [sequence, batch]."""
     return x.transpose(0, 1).reshape(-1)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
@@ -64,9 +65,10 @@ class Learner:
     def update(self, batches: Sequence[TokenBatch], loss_weights: Sequence[torch.Tensor], samples: int) -> UpdateResult:
         """One optimizer step on this rank's micro-batches of a mini-batch of ``samples`` responses in all.
 
-        ``loss_weights[i]`` [batch, sequence] carries mask and global normalisation of ``batches[i]``: the objective
+        ``loss_weights[i]`` [rows, positions] carries mask and global normalisation of ``batches[i]``: the objective
         is the sum over all ranks and micro-batches of weight times J. Every rank passes the same number of
-        micro-batches of the same shape.
+        micro-batches; their shapes may differ where Megatron's configuration says so (``variable_seq_lengths``, and
+        a token dispatcher that allows it).
         """
         requests = [self._request(batch, weights) for batch, weights in zip(batches, loss_weights, strict=True)]
         for chunk in self.chunks:
@@ -100,7 +102,7 @@ class Learner:
             # What is left of ``update``'s factor and Megatron's own: it divides by micro-batches before the backward
             # pass, by data-parallel ranks after it.
             grad_scale = self._groups.dp_cp.size() * float(self._optimizer.get_loss_scale())
-            loss = LossInputs(batch.behavior_logprobs, batch.advantages, loss_weights, grad_scale)
+            loss = LossInputs(batch.behavior_logprobs, batch.advantages, loss_weights, batch.sequence_ids, grad_scale)
         return HeadRequest(
             targets=batch.targets,
             mask=batch.mask,
@@ -108,6 +110,7 @@ class Learner:
             temperature=self._head.temperature,
             tp_group=self._groups.tp,
             sequence_parallel=self._config.sequence_parallel,
+            cp_group=self._groups.cp if self._groups.cp.size() > 1 else None,
             token_chunk=self._head.token_chunk,
             loss=loss,
             objective=self._head.objective,
@@ -120,13 +123,13 @@ class Learner:
         """Megatron's schedule over the micro-batches; the unscaled losses, on the last stage only."""
         work = list(zip(batches, requests, strict=True))
         iterators: Any = [iter(work) for _ in self.chunks]
-        rows, length = batches[0].tokens.shape
+        rows, positions = batches[0].tokens.shape
         return get_forward_backward_func()(
             forward_step_func=lambda data, model: _forward_step(data, model, scale),
             data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(batches),
-            seq_length=length,
+            seq_length=positions * self._groups.cp.size(),
             micro_batch_size=rows,
             forward_only=forward_only,
         )
@@ -152,12 +155,27 @@ def _forward_step(data: Iterator[tuple[TokenBatch, HeadRequest]], model: Any, sc
         None,
         output_processor=policy_head,
         output_processor_context=request,
+        packed_seq_params=_packed(batch),
     )
 
     def loss_of(loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return loss * scale, loss.detach()
 
     return output, loss_of
+
+
+def _packed(batch: TokenBatch) -> PackedSeqParams | None:
+    """The bounds of packed sequences, padding counted as theirs: it stands after the tokens, which do not see it."""
+    if batch.cu_seqlens is None:
+        return None
+    longest = int(batch.cu_seqlens.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 def unwrapped(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:

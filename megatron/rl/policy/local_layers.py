@@ -1,7 +1,7 @@
 """Transformer layers without Transformer Engine, for CPUs and for GPUs that lack it.
 
 They are megatron-core's local layers, with the two pieces it lacks: an RMSNorm that accepts sequence
-parallelism, and an attention core whose memory is linear in the tokens.
+parallelism, and an attention core (``local_attention``) for packed sequences and context parallelism.
 """
 
 import dataclasses
@@ -9,13 +9,12 @@ import dataclasses
 import torch
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules, get_mlp_module_spec_for_backend
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
-from megatron.core.utils import divide
+
+from megatron.rl.policy.local_attention import LocalCoreAttention
 
 
 class LocalRMSNorm(torch.nn.Module):
@@ -40,60 +39,8 @@ class LocalRMSNorm(torch.nn.Module):
         return self.weight * normed.to(x.dtype)
 
 
-class LocalCoreAttention(MegatronModule):
-    """Causal attention on [sequence, batch, heads, head size], by torch's memory-efficient kernels.
-
-    Padding stands at the end of a row, so the causal mask already keeps it from every real token.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: object,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-    ) -> None:
-        super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            raise ValueError("the local attention core has no context parallelism yet; use --context-parallel-size 1")
-        if pg_collection is None:
-            raise ValueError("the local attention core needs its process groups")
-        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if dropout:
-            raise ValueError(
-                f"policies are trained without attention dropout; pass --attention-dropout 0 (got {dropout})"
-            )
-        self.softmax_scale = softmax_scale
-        heads = divide(config.num_attention_heads, pg_collection.tp.size())
-        self.output_size = heads * (config.kv_channels or divide(config.hidden_size, config.num_attention_heads))
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attn_mask_type: object = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: object = None,
-    ) -> torch.Tensor:
-        """[s, b, heads, d] and [s, b, groups, d] twice to [s, b, heads * d]."""
-        if packed_seq_params is not None or attention_bias is not None:
-            raise ValueError("the local attention core takes neither packed sequences nor a bias")
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        context = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        s, b = query.shape[:2]
-        return context.permute(2, 0, 1, 3).reshape(s, b, self.output_size)
-
-
 class LocalLayersProvider(LocalSpecProvider):
-    """megatron-core's local layers with this module's norm and attention core."""
+    """megatron-core's local layers with an RMSNorm and an attention core of our own."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
         return LocalRMSNorm

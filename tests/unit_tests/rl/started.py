@@ -3,7 +3,7 @@
 import contextlib
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.distributed as dist  # noqa: E402
 from megatron.rl import setup  # noqa: E402
 from megatron.rl.arguments import ParsedArguments, parse_arguments, read_hf_config  # noqa: E402
 from megatron.rl.config import LossNormalizationConfig  # noqa: E402
-from megatron.rl.data import TokenBatch, collate, loss_weights, padded_length, split_for_rank  # noqa: E402
+from megatron.rl.data import MicroBatcher, TokenBatch, loss_weights  # noqa: E402
 from megatron.rl.objectives import get_objective  # noqa: E402
 from megatron.rl.policy.learner import HeadSettings, Learner, UpdateResult  # noqa: E402
 from megatron.rl.types import Completion, Prompt, RewardResult, Sample  # noqa: E402
@@ -46,24 +46,41 @@ class Started:
         """The whole weights by their Hugging Face names. Collective."""
         return dict(export_hf_weights(self.policy.chunks, hf_config=self.hf_config, pg_collection=self.policy.groups))
 
-    def batches(self, samples: Sequence[Sample], micro_batch_size: int) -> list[TokenBatch]:
-        """This rank's micro-batches, padded as the program pads them."""
-        dp = self.policy.groups.dp
-        length = padded_length(samples, self.parsed.run.trainer.pad_to_multiple)
-        rows = split_for_rank(samples, dp.rank(), dp.size(), micro_batch_size)
-        return [collate(micro_batch, length, 0) for micro_batch in rows]
+    def batches(self, samples: Sequence[Sample], micro_batch_size: int | None = None) -> list[TokenBatch]:
+        """This rank's micro-batches, as the program cuts them, or with another ``micro_batch_size``."""
+        config, groups = self.parsed.run.batching, self.policy.groups
+        if micro_batch_size is not None:
+            config = replace(config, micro_batch_size=micro_batch_size)
+        dp, cp = groups.dp, groups.cp
+        batcher = MicroBatcher(
+            config, dp_rank=dp.rank(), dp_size=dp.size(), cp_rank=cp.rank(), cp_size=cp.size(), pad_id=0
+        )
+        return batcher(samples)
 
     def update(
         self,
         learner: Learner,
         samples: Sequence[Sample],
-        micro_batch_size: int,
+        micro_batch_size: int | None = None,
         normalization: LossNormalizationConfig | None = None,
     ) -> UpdateResult:
         """One optimizer step on ``samples``, as the loop takes it."""
         batches = self.batches(samples, micro_batch_size)
         normalization = normalization or self.parsed.run.normalization
         return learner.update(batches, loss_weights(batches, normalization, self.policy.groups.dp_cp), len(samples))
+
+
+Values = dict[int, dict[int, float]]  # of each sampled token, by its response's place and its position
+
+
+def by_place(batches: Sequence[TokenBatch], values: Sequence[torch.Tensor]) -> Values:
+    """A per-token value ([rows, positions] for each batch) of this rank's sampled tokens."""
+    found: Values = {}
+    for batch, value in zip(batches, values, strict=True):
+        numbers, positions = batch.sequence_ids[batch.mask].tolist(), batch.position_ids[batch.mask].tolist()
+        for number, position, x in zip(numbers, positions, value[batch.mask].tolist(), strict=True):
+            found.setdefault(batch.places[number], {})[position] = x
+    return found
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ def test_the_bare_command_takes_the_bundled_model():
     assert (run.objective.name, run.objective.delta) == ("drpo", 12.5)
     assert (run.fp8_format, run.fp8_recipe) == ("e4m3", "tensorwise")
     assert args.num_experts == 8 and args.moe_router_topk == 2 and args.transformer_impl == "local"
-    assert run.trainer.pad_to_multiple == 16
+    assert run.batching.total_multiple == 16
     assert run.trainer.steps * run.trainer.iterations_per_step == run.trainer.train_iters
     assert (run.objective.eps_low, run.objective.eps_high) == (0.2, 0.28)
 
@@ -122,7 +122,12 @@ MISTAKES = {
     "--distributed-backend nccl": "gloo",
     "--fp16": "bf16",
     "--data-path x": "train-prompts",
-    "--rl-use-sequence-packing": "padded",
+    "--max-tokens-per-gpu 0": "max-tokens-per-gpu",
+    "--max-tokens-per-gpu 23": "can need, 24; give at least 24",
+    "--max-tokens-per-gpu 48 --micro-batch-size 2": "micro-batches are cut by tokens",
+    "--rl-use-sequence-packing --micro-batch-size 2": "micro-batches are cut by tokens",
+    "--max-tokens-per-gpu 48 --rl-sequence-packing-max-sequences-per-bin 3": "needs --rl-use-sequence-packing",
+    "--rl-use-sequence-packing --rl-sequence-packing-algo round-robin": "balanced",
     "--loss-normalization mean": "invalid choice",
     "--reward-workers 0": "reward-workers",
     "--eval-samples 0": "eval-samples",

@@ -20,6 +20,7 @@ LEVELS = [
         "checkpoint",
         "setup",
         "arguments",
+        "argument_batching",
         "argument_checks",
         "reporting",
         "start_up",

@@ -16,7 +16,7 @@ import torch.distributed as dist  # noqa: E402
 from megatron.rl import reporting  # noqa: E402
 from megatron.rl.arguments import parse_arguments  # noqa: E402
 from megatron.rl.config import RunConfig  # noqa: E402
-from megatron.rl.data import TokenBatch, collate  # noqa: E402
+from megatron.rl.data import Cut, TokenBatch, collate  # noqa: E402
 from megatron.rl.evaluation import Evaluation  # noqa: E402
 from megatron.rl.plots import PlotReport  # noqa: E402
 from megatron.rl.policy.head import HeadRequest  # noqa: E402
@@ -69,8 +69,8 @@ def _samples() -> list[Sample]:
 def _update(samples: list[Sample], loss: float, applied: bool, shift: float) -> tuple[UpdateResult, list[TokenBatch]]:
     """An update whose policy gives every token ``shift`` nat more than the engine."""
     batches, requests = [], []
-    for rows in (samples[:2], samples[2:]):
-        batch = collate(rows, 14, 0)
+    for places in ((0, 1), (2, 3)):
+        batch = collate(samples, Cut(places, 2, 14), 0)
         logprobs = batch.behavior_logprobs + shift
         tokens = {
             "logprobs": logprobs,
@@ -126,12 +126,14 @@ def test_the_numbers_are_those_of_the_events(run, groups):
     assert (before["step"], before["mismatch/logprob"], before["eval/reward"]) == (0, 0.25, 0.25)
     assert (before["eval/pass_at_k"], before["eval/timeouts"], step["eval/errors"]) == (0.5, 1, 2)
     lengths = [len(sample.completion.token_ids) for sample in _samples()]
+    held = sum(lengths) + sum(len(sample.completion.prompt_ids) for sample in _samples())
     expected = {
         "iteration": 2,
         "reward/mean": 5 / 8,
         "reward/timeouts": 2,
         "reward/errors": 1,
         "reward/flat_groups": 0.5,
+        "reward/incomplete_groups": 0.5,
         "response/length": sum(lengths) / 8,
         "response/length_max": max(lengths),
         "response/truncated": 1 / 8,
@@ -140,6 +142,8 @@ def test_the_numbers_are_those_of_the_events(run, groups):
         "train/grad_norm": 3.0,
         "train/learning_rate": 3e-4,
         "train/skipped_updates": 1,
+        "train/micro_batches": 4,
+        "train/padding": 1 - held / (8 * 14),
         "policy/tokens": sum(lengths),
         "policy/entropy": 0.5,
         "weight/negative_share": 0,

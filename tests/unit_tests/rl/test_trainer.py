@@ -14,8 +14,8 @@ import torch  # noqa: E402
 
 from megatron.rl import trainer  # noqa: E402
 from megatron.rl.arguments import parse_arguments  # noqa: E402
-from megatron.rl.config import RunConfig  # noqa: E402
-from megatron.rl.data import PromptSampler, TokenBatch  # noqa: E402
+from megatron.rl.config import BatchingConfig, RunConfig  # noqa: E402
+from megatron.rl.data import MicroBatcher, PromptSampler, TokenBatch  # noqa: E402
 from megatron.rl.trainer import Parts, Progress, Trainer  # noqa: E402
 from megatron.rl.types import Completion, Prompt, RewardResult  # noqa: E402
 
@@ -86,9 +86,8 @@ class StandIns:
             save_checkpoint=self.save_checkpoint,
             export_folder=self.export_folder,
             saved=[("checkpoint", "there")],
-            groups=SimpleNamespace(dp=SimpleNamespace(rank=lambda: dp[0], size=lambda: dp[1]), dp_cp=None),
-            pad_id=0,
-            device=torch.device("cpu"),
+            groups=SimpleNamespace(dp_cp=None),
+            micro_batches=MicroBatcher(BatchingConfig(micro_batch_size=2), dp_rank=dp[0], dp_size=dp[1]),
         )
 
 
@@ -208,3 +207,30 @@ def test_each_data_parallel_rank_takes_its_rows_padded_alike(rank):
     mine = _train(_run("--train-iters", "2"), dp=(rank, 2)).batches[0]
     everything, share = (torch.cat([batch.tokens for batch in batches]) for batches in (whole, mine))
     assert torch.equal(share, everything[rank::2])
+
+
+def test_filtered_responses_enter_neither_the_loss_nor_its_denominators(monkeypatch):
+    monkeypatch.setattr(StandIns, "scored", _with_a_flat_group)
+    # A mini-batch that would be empty is trained on as it is.
+    stand_ins = _train(_run("--train-iters", "2", "--grpo-filter-groups-with-same-reward"))
+    assert [sum(len(batch.places) for batch in batches) for batches in stand_ins.batches] == [4, 4]
+    whole = _train(_run("--train-iters", "1", "--global-batch-size", "8"))
+    kept = _train(_run("--train-iters", "1", "--global-batch-size", "8", "--grpo-filter-groups-with-same-reward"))
+    assert [entry for entry in kept.log if entry == "update 8"] == ["update 8"]  # the schedule counts them all
+    assert sum(len(batch.places) for batch in whole.batches[0]) == 8
+    assert sum(len(batch.places) for batch in kept.batches[0]) == 4
+    for stand_ins, responses in ((whole, 8), (kept, 4)):
+        weights = torch.cat([weight[weight > 0] for weight in stand_ins.weights])
+        assert weights.tolist() == pytest.approx([1 / (responses * 8)] * 2 * responses)
+
+
+def _with_a_flat_group(self: StandIns, prompts: list[Prompt]) -> list[tuple[Prompt, Completion, RewardResult]]:
+    """The second group of four has one score throughout."""
+    return [
+        (
+            prompt,
+            Completion(f"r{i}", prompt.token_ids, (7, 8), (-1.0, -2.0), "stop", (0, 0)),
+            RewardResult(i % 3 if i < 4 else 1.0),
+        )
+        for i, prompt in enumerate(prompts)
+    ]

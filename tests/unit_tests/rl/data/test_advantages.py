@@ -3,7 +3,7 @@ import math
 import pytest
 
 from megatron.rl.config import AdvantageConfig
-from megatron.rl.data import count_groups, group_advantages
+from megatron.rl.data import count_groups, group_advantages, trained_samples
 from megatron.rl.errors import ConfigError
 from megatron.rl.types import RewardResult
 
@@ -98,3 +98,12 @@ def test_counts():
     counts = count_groups(groups, 2, MEAN)
     assert (counts.groups, counts.without_signal, counts.incomplete, counts.unscored) == (4, 2, 2, 3)
     assert count_groups(groups, 2, AdvantageConfig(unscored="exclude")).without_signal == 3
+
+
+def test_groups_without_signal_are_kept_or_left_out_as_asked():
+    """OpenRLHF PR #1239, TRL PR #6365: they skewed the denominators without a word."""
+    advantages = [0.5, -0.5, 0.0, 0.0, 0.0, 1.0]
+    assert trained_samples(advantages, 2, AdvantageConfig()) == [True] * 6
+    filtering = AdvantageConfig(filter_flat_groups=True)
+    assert trained_samples(advantages, 2, filtering) == [True, True, False, False, True, True]
+    assert trained_samples([0.0] * 4, 2, filtering) == [False] * 4

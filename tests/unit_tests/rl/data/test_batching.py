@@ -1,18 +1,23 @@
 import dataclasses
-import math
 
 import pytest
 import torch
 
-from megatron.rl.data import collate, padded_length, split_for_rank
+from megatron.rl.config import BatchingConfig
+from megatron.rl.data import Cut, MicroBatcher, TokenBatch, collate, context_share
+from megatron.rl.types import Sample
 from tests.unit_tests.rl.data.samples import make_sample
 
 PAD = 999
 
 
+def padded(samples: list[Sample], length: int, rows: int | None = None, pad_id: int = PAD) -> TokenBatch:
+    return collate(samples, Cut(tuple(range(len(samples))), rows or len(samples), length), pad_id)
+
+
 def test_planted_values_come_back_at_the_positions_that_predict_them():
     """ms-swift PR #8427 shifted log-probabilities by one."""
-    batch = collate([make_sample(3, 4, advantage=-2.5, first_id=10)], 9, PAD)
+    batch = padded([make_sample(3, 4, advantage=-2.5, first_id=10)], 9)
     assert batch.tokens.tolist() == [[10, 11, 12, 13, 14, 15, 16, PAD, PAD]]
     assert batch.targets.tolist() == [[11, 12, 13, 14, 15, 16, PAD, PAD, PAD]]
     # Position 2, the last prompt token, predicts the first response token, 13.
@@ -21,13 +26,15 @@ def test_planted_values_come_back_at_the_positions_that_predict_them():
     assert batch.advantages.tolist() == [[0, 0, -2.5, -2.5, -2.5, -2.5, 0, 0, 0]]
     assert batch.position_ids.tolist() == [list(range(9))]
     assert batch.response_tokens.tolist() == [4]
+    assert batch.is_padding.tolist() == [[False] * 7 + [True] * 2]
+    assert batch.cu_seqlens is None
 
 
 def test_every_row_keeps_its_own_values():
     samples = [
         make_sample(p, r, advantage=p - r, first_id=100 * i) for i, (p, r) in enumerate([(1, 1), (5, 2), (2, 7)])
     ]
-    batch = collate(samples, 11, PAD)
+    batch = padded(samples, 11)
     for row, sample in enumerate(samples):
         on = batch.mask[row]
         assert tuple(batch.targets[row][on].tolist()) == sample.completion.token_ids
@@ -35,7 +42,8 @@ def test_every_row_keeps_its_own_values():
         assert set(batch.advantages[row][on].tolist()) == {sample.advantage}
         assert not batch.behavior_logprobs[row][~on].any()
         assert not batch.advantages[row][~on].any()
-    dtypes = {name: tensor.dtype for name, tensor in vars(batch).items()}
+        assert set(batch.sequence_ids[row].tolist()) == {row}
+    dtypes = {name: value.dtype for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
     assert dtypes == {
         "tokens": torch.int64,
         "position_ids": torch.int64,
@@ -43,30 +51,54 @@ def test_every_row_keeps_its_own_values():
         "mask": torch.bool,
         "behavior_logprobs": torch.float32,
         "advantages": torch.float32,
+        "sequence_ids": torch.int64,
+        "is_padding": torch.bool,
         "response_tokens": torch.int64,
     }
+
+
+def test_packed_sequences_restart_their_positions_and_never_predict_across_a_bound():
+    samples = [make_sample(2, 2, advantage=1.0, first_id=10), make_sample(1, 1, advantage=-1.0, first_id=50)]
+    batch = collate(samples, Cut((1, 0), 1, 9, packed=(2, 5, 2)), PAD)
+    assert batch.tokens.tolist() == [[50, 51, 10, 11, 12, 13, PAD, PAD, PAD]]
+    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 4, 0, 1]]
+    assert batch.targets.tolist() == [[51, PAD, 11, 12, 13, PAD, PAD, PAD, PAD]]
+    assert batch.mask.tolist() == [[True, False, False, True, True, False, False, False, False]]
+    assert batch.advantages.tolist() == [[-1, 0, 0, 1, 1, 0, 0, 0, 0]]
+    assert batch.behavior_logprobs.tolist() == [[-1 / 8, 0, 0, -1 / 8, -2 / 8, 0, 0, 0, 0]]
+    assert batch.sequence_ids.tolist() == [[0, 0, 1, 1, 1, 1, 1, -1, -1]]
+    assert batch.is_padding.tolist() == [[False] * 6 + [True] * 3]
+    assert batch.response_tokens.tolist() == [1, 2]
+    assert batch.places == (1, 0)
+    assert batch.cu_seqlens is not None
+    assert batch.cu_seqlens.dtype == torch.int32 and batch.cu_seqlens.tolist() == [0, 2, 7, 9]
 
 
 def test_masks_go_by_position_when_padding_is_the_end_of_sequence_token():
     """Megatron-Bridge PR #4660: with pad id = eos id the real eos was masked."""
     sample = make_sample(2, 3, first_id=10)
     eos = sample.completion.token_ids[-1]
-    batch = collate([sample], 8, pad_id=eos)
-    assert batch.mask.tolist() == [[False, True, True, True, False, False, False, False]]
-    assert batch.targets[batch.mask].tolist() == [12, 13, eos]
+    packed = collate([sample], Cut((0,), 1, 8, packed=(5, 3)), eos)
+    for batch in (padded([sample], 8, pad_id=eos), packed):
+        assert batch.mask.tolist() == [[False, True, True, True, False, False, False, False]]
+        assert batch.targets[batch.mask].tolist() == [12, 13, eos]
 
 
 def test_a_row_that_fills_its_length_has_no_padding():
-    batch = collate([make_sample(2, 3, first_id=10)], 5, PAD)
+    batch = padded([make_sample(2, 3, first_id=10)], 5)
     assert batch.tokens.tolist() == [[10, 11, 12, 13, 14]]
     assert batch.mask.tolist() == [[False, True, True, True, False]]
 
 
 def test_one_token_and_no_token_and_no_sample():
-    batch = collate([make_sample(1, 1, first_id=10), make_sample(1, 0, first_id=20), None], 3, PAD)
+    batch = padded([make_sample(1, 1, first_id=10), make_sample(1, 0, first_id=20)], 3, rows=3)
     assert batch.mask.tolist() == [[True, False, False], [False] * 3, [False] * 3]
     assert batch.tokens.tolist() == [[10, 11, PAD], [20, PAD, PAD], [PAD] * 3]
-    assert batch.response_tokens.tolist() == [1, 0, 0]
+    assert batch.sequence_ids.tolist() == [[0] * 3, [1] * 3, [-1] * 3]
+    assert batch.response_tokens.tolist() == [1, 0]
+    nothing = collate([], Cut((), 1, 4, packed=(4,)), PAD)
+    assert nothing.tokens.tolist() == [[PAD] * 4] and not nothing.mask.any()
+    assert nothing.response_tokens.shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -85,31 +117,57 @@ def test_one_token_and_no_token_and_no_sample():
 )
 def test_impossible_rows_are_refused(sample, message):
     with pytest.raises(ValueError, match=message):
-        collate([sample], 8, PAD)
+        padded([sample], 8)
 
 
-@pytest.mark.parametrize(("multiple", "expected"), [(1, 7), (2, 8), (7, 7), (16, 16), (128, 128)])
-def test_padded_length(multiple, expected):
-    assert padded_length([make_sample(3, 4), make_sample(1, 1)], multiple) == expected
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("packed", [None, (12, 24, 36, 12)])
+def test_context_shares_are_two_chunks_of_each_sequence(ranks, packed):
+    samples = [make_sample(4, 8, first_id=0), make_sample(9, 15, first_id=100), make_sample(2, 33, first_id=200)]
+    shape = Cut((0, 1, 2), 1, 84, packed=packed) if packed else Cut((0, 1, 2), 3, 36)
+    whole = collate(samples, shape, PAD)
+    shares = [context_share(whole, rank, ranks) for rank in range(ranks)]
+    starts = [0, 12, 36, 72] if packed else [0]
+    for rank, share in enumerate(shares):
+        places = []
+        for start, length in zip(starts, packed or [36], strict=True):
+            chunk = length // (2 * ranks)
+            for number in (rank, 2 * ranks - 1 - rank):
+                places += range(start + number * chunk, start + (number + 1) * chunk)
+        assert torch.equal(share.tokens, whole.tokens[:, places])
+        assert torch.equal(share.targets, whole.targets[:, places])
+        assert torch.equal(share.position_ids, whole.position_ids[:, places])
+        assert torch.equal(share.response_tokens, whole.response_tokens)
+        assert share.cu_seqlens is whole.cu_seqlens is None or torch.equal(share.cu_seqlens, whole.cu_seqlens)
+    assert sum(int(share.mask.sum()) for share in shares) == 8 + 15 + 33
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 5, 7, 8, 16, 17])
-@pytest.mark.parametrize("dp_size", [1, 2, 3, 8])
-@pytest.mark.parametrize("micro", [1, 2, 4])
-def test_ranks_get_all_samples_once_in_equally_many_micro_batches_of_one_size(count, dp_size, micro):
-    """ms-swift PR #8102: a rank without samples hung, since it did fewer passes than the others."""
-    samples = [make_sample(name=str(i)) for i in range(count)]
-    ranks = [split_for_rank(samples, rank, dp_size, micro) for rank in range(dp_size)]
-    assert len({len(batches) for batches in ranks}) == 1
-    assert len(ranks[0]) == max(1, math.ceil(math.ceil(count / dp_size) / micro))
-    assert {len(rows) for batches in ranks for rows in batches} == {micro}
-    shares = [[row for rows in batches for row in rows if row is not None] for batches in ranks]
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    names = [sample.completion.request_id for share in shares for sample in share]
-    assert sorted(names, key=int) == [str(i) for i in range(count)]
+def test_a_context_boundary_keeps_its_label():
+    """verl PR #4250: the last position of a chunk was given a wrong label."""
+    whole = padded([make_sample(1, 7, first_id=10)], 8)
+    first, second = (context_share(whole, rank, 2) for rank in range(2))
+    assert first.tokens.tolist() == [[10, 11, 16, 17]] and first.targets.tolist() == [[11, 12, 17, PAD]]
+    assert second.tokens.tolist() == [[12, 13, 14, 15]] and second.targets.tolist() == [[13, 14, 15, 16]]
+    assert first.mask.tolist() == [[True, True, True, False]] and second.mask.all()
 
 
-@pytest.mark.parametrize(("rank", "size", "micro"), [(2, 2, 1), (-1, 2, 1), (0, 1, 0)])
-def test_impossible_shares_are_refused(rank, size, micro):
-    with pytest.raises(ValueError, match="data-parallel rank|micro_batch_size"):
-        split_for_rank([make_sample()], rank, size, micro)
+def test_sequences_that_cannot_be_shared_are_refused():
+    with pytest.raises(ValueError, match="6 tokens cannot be cut into 4 chunks"):
+        context_share(padded([make_sample(1, 5)], 6), 0, 2)
+
+
+@pytest.mark.parametrize("config", [BatchingConfig(2), BatchingConfig(1, 24), BatchingConfig(1, 24, packed=True)])
+def test_the_micro_batches_of_all_ranks_hold_every_token_once(config):
+    config = dataclasses.replace(config, sequence_multiple=4, total_multiple=8)
+    samples = [make_sample(1 + i % 5, i % 8, advantage=i, first_id=100 * i) for i in range(13)]
+    found = {}
+    for dp_rank in range(3):
+        for cp_rank in range(2):
+            batcher = MicroBatcher(config, dp_rank=dp_rank, dp_size=3, cp_rank=cp_rank, cp_size=2, pad_id=PAD)
+            for batch in batcher(samples):
+                numbers = batch.sequence_ids[batch.mask].tolist()
+                for number, target in zip(numbers, batch.targets[batch.mask].tolist(), strict=True):
+                    assert target not in found
+                    found[target] = batch.places[number]
+    expected = {token: i for i, sample in enumerate(samples) for token in sample.completion.token_ids}
+    assert found == expected

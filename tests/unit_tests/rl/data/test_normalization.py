@@ -4,15 +4,14 @@ The model here is one vector x: J of the token with target id k is advantage * s
 every token that took part, and with which weight.
 """
 
-import dataclasses
 import math
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.rl.config import LossNormalizationConfig
-from megatron.rl.data import TokenBatch, collate, loss_weights, split_for_rank
+from megatron.rl.config import BatchingConfig, LossNormalizationConfig
+from megatron.rl.data import Cut, MicroBatcher, TokenBatch, collate, context_share, loss_weights
 from megatron.rl.errors import ConfigError, RolloutError
 from megatron.rl.types import Sample
 from tests.unit_tests.distributed import run_ranks
@@ -57,16 +56,14 @@ def expected_gradient(samples: list[Sample], config: LossNormalizationConfig) ->
     return result
 
 
-def cut(samples: list[Sample], dp_rank: int, dp_size: int, micro: int, length: int = LENGTH) -> list[TokenBatch]:
-    return [collate(rows, length, 0) for rows in split_for_rank(samples, dp_rank, dp_size, micro)]
+def cut(samples: list[Sample], dp_rank: int, dp_size: int, micro: int, multiple: int = LENGTH) -> list[TokenBatch]:
+    config = BatchingConfig(micro, total_multiple=multiple)
+    return MicroBatcher(config, dp_rank=dp_rank, dp_size=dp_size)(samples)
 
 
-def context_slice(batch: TokenBatch, rank: int, size: int) -> TokenBatch:
-    """Megatron's share of a context-parallel rank: the rank-th chunk from the front and from the back."""
-    chunk = LENGTH // (2 * size)
-    places = [*range(rank * chunk, (rank + 1) * chunk), *range(LENGTH - (rank + 1) * chunk, LENGTH - rank * chunk)]
-    values = {name: value[:, places] for name, value in vars(batch).items() if name != "response_tokens"}
-    return dataclasses.replace(batch, **values)
+def packed(samples: list[Sample], dp_rank: int, dp_size: int, budget: int, cp: tuple[int, int]) -> list[TokenBatch]:
+    config = BatchingConfig(1, budget, packed=True, sequence_multiple=2 * cp[1], total_multiple=2 * cp[1])
+    return MicroBatcher(config, dp_rank=dp_rank, dp_size=dp_size, cp_rank=cp[0], cp_size=cp[1])(samples)
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -81,7 +78,7 @@ def test_gradient_does_not_depend_on_the_cut_into_micro_batches(config, micro):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.mode)
 def test_padding_changes_nothing(config):
-    batches = cut(mini_batch(), 0, 1, 2, length=128)
+    batches = cut(mini_batch(), 0, 1, 2, multiple=128)
     assert_close(gradient(batches, config), expected_gradient(mini_batch(), config))
 
 
@@ -95,7 +92,7 @@ def test_weights_are_zero_outside_the_mask_and_one_value_inside():
 
 
 def test_many_long_responses_are_counted_exactly():
-    batch = collate([make_sample(1, length) for length in [1021] * 97], 1024, 0)
+    batch = collate([make_sample(1, length) for length in [1021] * 97], Cut(tuple(range(97)), 97, 1024), 0)
     (weights,) = loss_weights([batch], TOKEN_MEAN, None)
     assert weights.max().item() == torch.tensor(1 / (97 * 1021)).item()
 
@@ -109,11 +106,18 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, torch.Tensor]:
         for micro in (1, 2, 3):
             layouts[f"dp {config.mode} {micro}"] = gradient(cut(mini_batch(), rank, 2, micro), config, group)
             whole = cut(mini_batch(), 0, 1, micro)
-            slices = [context_slice(batch, rank, 2) for batch in whole]
+            slices = [context_share(batch, rank, 2) for batch in whole]
             layouts[f"cp {config.mode} {micro}"] = gradient(slices, config, group)
+        for budget in (16, 40, 400):
+            layouts[f"dp {config.mode} packed {budget}"] = gradient(
+                packed(mini_batch(), rank, 2, budget, (0, 1)), config, group
+            )
+            layouts[f"cp {config.mode} packed {budget}"] = gradient(
+                packed(mini_batch(), 0, 1, budget, (rank, 2)), config, group
+            )
         # One token in all: one rank has nothing.
         layouts[f"dp one {config.mode}"] = gradient(cut(one_token, rank, 2, 1), config, group)
-        slices = [context_slice(batch, rank, 2) for batch in cut(one_token, 0, 1, 2)]
+        slices = [context_share(batch, rank, 2) for batch in cut(one_token, 0, 1, 2)]
         layouts[f"cp one {config.mode}"] = gradient(slices, config, group)
     for summed in layouts.values():
         dist.all_reduce(summed)
@@ -121,7 +125,7 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, torch.Tensor]:
         loss_weights(cut([make_sample(3, 0)], rank, 2, 2), TOKEN_MEAN, group)
     # The ranks do not hold the halves of one response but twice the first half.
     with pytest.raises(RuntimeError, match="no whole number"):
-        loss_weights([context_slice(batch, 0, 2) for batch in cut([make_sample(3, 7)], 0, 1, 1)], SEQ_MEAN, group)
+        loss_weights([context_share(batch, 0, 2) for batch in cut([make_sample(3, 7)], 0, 1, 1)], SEQ_MEAN, group)
     return layouts
 
 
@@ -131,7 +135,7 @@ def test_gradient_does_not_depend_on_data_or_context_parallel_size():
     expected = {config.mode: expected_gradient(mini_batch(), config) for config in CONFIGS}
     expected |= {f"one {config.mode}": expected_gradient(one_token, config) for config in CONFIGS}
     for layouts in run_ranks(2, on_two_ranks):
-        assert len(layouts) == 16
+        assert len(layouts) == 28
         for name, actual in layouts.items():
             kind = f"one {name.split()[-1]}" if " one " in name else name.split()[1]
             assert_close(actual, expected[kind])
@@ -139,7 +143,7 @@ def test_gradient_does_not_depend_on_data_or_context_parallel_size():
 
 def test_no_token_anywhere_is_an_error_in_words():
     with pytest.raises(RolloutError, match="no token to train on: every response came back empty"):
-        loss_weights([collate([make_sample(3, 0), None], 8, 0)], SEQ_MEAN, None)
+        loss_weights([collate([make_sample(3, 0)], Cut((0,), 2, 8), 0)], SEQ_MEAN, None)
 
 
 @pytest.mark.parametrize(
@@ -152,4 +156,4 @@ def test_no_token_anywhere_is_an_error_in_words():
 )
 def test_impossible_configurations_are_refused(config, message):
     with pytest.raises(ConfigError, match=message):
-        loss_weights([collate([make_sample()], 8, 0)], config, None)
+        loss_weights([collate([make_sample()], Cut((0,), 1, 8), 0)], config, None)

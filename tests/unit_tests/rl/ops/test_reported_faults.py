@@ -106,7 +106,7 @@ def test_chunk_setting_changes_the_peak_in_training_and_a_tied_weight_is_trained
             tp_group=None,
             sequence_parallel=False,
             token_chunk=chunk,
-            loss=LossInputs(**row),
+            loss=LossInputs(**row, sequence_ids=torch.zeros(1, 256, dtype=torch.int64)),
             objective=get_objective("drpo", delta=0.2),
         )
 

@@ -28,6 +28,7 @@ def inputs() -> SimpleNamespace:
         mask=mask,
         behavior=-randn(BATCH, LENGTH).abs() - 0.1,
         advantages=randn(BATCH, LENGTH),
+        sequence_ids=torch.arange(BATCH).unsqueeze(1).expand(BATCH, LENGTH),
         loss_weights=mask * torch.rand(BATCH, LENGTH, generator=generator),
     )
 
@@ -43,7 +44,7 @@ def _request(inputs: SimpleNamespace, with_loss: bool = True, **changes: Any) ->
         "token_chunk": 4,
     }
     if with_loss:
-        values["loss"] = LossInputs(inputs.behavior, inputs.advantages, inputs.loss_weights)
+        values["loss"] = LossInputs(inputs.behavior, inputs.advantages, inputs.loss_weights, inputs.sequence_ids)
         values["objective"] = get_objective("drpo", delta=0.2)
     return HeadRequest(**{**values, **changes})
 
@@ -96,7 +97,7 @@ def test_loss_gradients_and_tokens_are_those_of_the_definition(inputs, tied):
         torch.testing.assert_close(values[inputs.mask], expected[name][inputs.mask].float(), rtol=1e-4, atol=1e-5)
 
 
-def test_a_row_is_one_sequence_for_an_objective_of_sequences(inputs):
+def test_an_objective_of_sequences_gets_them(inputs):
     hidden, weight = (x.detach().double().requires_grad_() for x in (inputs.hidden, inputs.weight))
     logp = _log_probs(inputs, hidden, weight).gather(2, inputs.targets[..., None])[..., 0]
     trained = inputs.loss_weights > 0
