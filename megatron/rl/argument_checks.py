@@ -109,6 +109,7 @@ def check_before_megatron(args: argparse.Namespace, explicit: set[str]) -> None:
         fp8_config_from_flags(args.fp8, args.fp8_recipe)
         refuse_unemulated_flags(explicit)
     _check_layout(args)
+    _check_recomputation(args)
     _check_batches(args)
     check_batching(args, explicit)
 
@@ -145,6 +146,16 @@ def _check_layout(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--context-parallel-size {cp} on GPUs needs Transformer Engine; "
             "install it, or use --context-parallel-size 1"
+        )
+
+
+def _check_recomputation(args: argparse.Namespace) -> None:
+    """Some of Megatron's modules are recomputed by a function that asks Transformer Engine about FP8."""
+    needing = sorted({"layernorm", "moe_act", "mla_up_proj"}.intersection(args.recompute_modules or ()))
+    if args.recompute_granularity == "selective" and args.transformer_impl == "local" and needing:
+        raise ConfigError(
+            f"--recompute-modules {' '.join(needing)} needs Transformer Engine's layers; use core_attn, mlp or moe, or "
+            "--recompute-granularity full"
         )
 
 

@@ -124,6 +124,12 @@ def add_rl_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         help="tokens of a micro-batch on one GPU, which then decide the cut instead of --micro-batch-size; with "
         "context parallelism a micro-batch holds as many times more (packing has a default)",
     )
+    add(
+        "--no-use-distributed-optimizer",
+        action="store_false",
+        dest="use_distributed_optimizer",
+        help="keep every optimizer state on every data-parallel rank (default: shared out among them)",
+    )
     add("--advantage-std", action="store_true", help="divide advantages by the group's standard deviation")
     add("--advantage-leave-one-out", action="store_true", help="baseline from the other responses of the group")
     add(
@@ -232,10 +238,12 @@ def _resolve(args: argparse.Namespace, explicit: set[str]) -> dict:
         fill({"train_prompts": str(assets.bundled_train_prompts()), "eval_prompts": str(assets.bundled_eval_prompts())})
     if is_cpu_platform():
         fill({"distributed_backend": "gloo"})
-        if (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) > 1:
+        if args.num_experts and (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) > 1:
             fill({"moe_token_dispatcher_type": "allgather"})  # gloo has no uneven all-gather, which all-to-all needs
     if not _has_transformer_engine():
         fill(_LOCAL_LAYERS)
+    if not args.num_experts:
+        args.moe_token_dispatcher_type = "alltoall"  # Megatron holds dense models, too, to the other ones' limits
     if args.num_experts and args.tensor_model_parallel_size > 1:
         args.sequence_parallel = True  # Megatron trains experts under tensor parallelism only so; the start-up says it
     if args.recompute_granularity == "full":

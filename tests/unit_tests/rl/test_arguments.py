@@ -128,6 +128,7 @@ MISTAKES = {
     "--rl-use-sequence-packing --micro-batch-size 2": "micro-batches are cut by tokens",
     "--max-tokens-per-gpu 48 --rl-sequence-packing-max-sequences-per-bin 3": "needs --rl-use-sequence-packing",
     "--rl-use-sequence-packing --rl-sequence-packing-algo round-robin": "balanced",
+    "--recompute-granularity selective --recompute-modules layernorm": "core_attn, mlp or moe",
     "--loss-normalization mean": "invalid choice",
     "--reward-workers 0": "reward-workers",
     "--eval-samples 0": "eval-samples",
