@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ def _entry(rank: int, world_size: int, port: int, fn: Callable, args: tuple, res
         results.put((rank, None, pickle.dumps(value)))
     except BaseException:
         results.put((rank, traceback.format_exc(), None))
+        results.close()
+        results.join_thread()  # told before the group is gone, at which the other ranks fail too
         raise
     finally:
         if dist.is_initialized():
@@ -81,9 +83,15 @@ def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 120) -
             try:
                 rank, error, value = results.get(timeout=0.5)
             except queue.Empty:
-                _check_alive(processes, values, deadline, timeout)
+                # What a rank says is on its way before it ends, and nothing has been for half a second.
+                _refuse_silent_ends(processes, values.keys())
+                if time.monotonic() > deadline:
+                    silent = [rank for rank in range(world_size) if rank not in values]
+                    raise RankFailure(f"ranks {silent} gave nothing within {timeout} s") from None
                 continue
             if error is not None:
+                # A rank that was killed says nothing; the others then say that they lost their connection to it.
+                _refuse_silent_ends(processes, {rank, *values, *_said_within(results, 1.0)})
                 raise RankFailure(f"rank {rank} of {world_size} failed:\n{error}")
             values[rank] = pickle.loads(value)
     finally:
@@ -97,10 +105,18 @@ def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 120) -
     return [values[rank] for rank in range(world_size)]
 
 
-def _check_alive(processes: list, values: dict, deadline: float, timeout: float) -> None:
+def _said_within(results: Any, seconds: float) -> set[int]:
+    """The ranks that report anything in this time."""
+    said: set[int] = set()
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        with contextlib.suppress(queue.Empty):
+            said.add(results.get(timeout=left)[0])
+    return said
+
+
+def _refuse_silent_ends(processes: list, said: Collection[int]) -> None:
     for rank, process in enumerate(processes):
-        if rank not in values and process.exitcode not in (None, 0, 1):
-            raise RankFailure(f"rank {rank} died with exit code {process.exitcode}")
-    if time.monotonic() > deadline:
-        silent = [rank for rank in range(len(processes)) if rank not in values]
-        raise RankFailure(f"ranks {silent} gave nothing within {timeout} s")
+        if rank not in said and process.exitcode is not None:
+            how = f"was killed by signal {-process.exitcode}" if process.exitcode < 0 else "ended without a word"
+            raise RankFailure(f"rank {rank} {how} (exit code {process.exitcode})")
