@@ -1,16 +1,16 @@
 """Reinforcement-learning training of a Megatron policy: ``torchrun pretrain_rl.py --loss drpo --fp8-format e4m3``."""
 
 import json
-import logging
 import os
 import sys
 import time
-import warnings
 
 
 def main(argv: list[str]) -> int:
     """Parses, builds, trains. Returns the exit status: 0, or 2 for a user's mistake, told in one line."""
-    _quiet_libraries()
+    from megatron.rl.quiet import quiet_libraries
+
+    quiet_libraries()
     from megatron.rl import cpu_platform
     from megatron.rl.errors import UserError
 
@@ -23,13 +23,6 @@ def main(argv: list[str]) -> int:
         _report(str(error))
         return 2
     return 0
-
-
-def _quiet_libraries() -> None:
-    """Libraries warn of missing packages and of calls that they make themselves; our start-up says what is used."""
-    warnings.filterwarnings("ignore", module=r"(megatron\.(core|training)|torch\.distributed)\b")
-    for name in ("megatron.core", "megatron.training", "torch.utils.cpp_extension"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _report(message: str) -> None:

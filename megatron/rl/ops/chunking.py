@@ -29,22 +29,25 @@ def chunk_size(token_chunk: int | None, weight: torch.Tensor) -> int:
     """
     if token_chunk is None:
         rows, hidden_size = weight.shape
-        fitting = _memory(weight.device) // _PART_OF_MEMORY // (weight.element_size() * rows)
-        # A quarter of the weight's own size, which its gradient needs in any case, is always there to be used.
-        size = max(fitting, hidden_size // 4, _GRAIN) // _GRAIN * _GRAIN
-        return min(size, _TOKENS[weight.device.type])
+        return chosen_chunk_size(rows, hidden_size, weight.element_size(), _memory(weight.device), weight.device.type)
     if token_chunk < 1:
         raise ConfigError(f"token_chunk must be at least 1 (got {token_chunk})")
     return token_chunk
 
 
+def chosen_chunk_size(rows: int, hidden_size: int, element_size: int, memory: int, device_type: str) -> int:
+    """Tokens per chunk where nobody names them: of a shard [rows, hidden_size] on a device of ``memory`` bytes."""
+    fitting = (1 << (memory.bit_length() - 1)) // _PART_OF_MEMORY // (element_size * rows)
+    # A quarter of the weight's own size, which its gradient needs in any case, is always there to be used.
+    size = max(fitting, hidden_size // 4, _GRAIN) // _GRAIN * _GRAIN
+    return min(size, _TOKENS[device_type])
+
+
 def _memory(device: torch.device) -> int:
-    """Bytes that the device has, down to a power of two."""
+    """Bytes that the device has."""
     if device.type == "cuda":
-        size = torch.cuda.get_device_properties(device).total_memory
-    else:
-        size = min([psutil.virtual_memory().total, *_container_limit()])
-    return 1 << (size.bit_length() - 1)
+        return torch.cuda.get_device_properties(device).total_memory
+    return min([psutil.virtual_memory().total, *_container_limit()])
 
 
 def _container_limit() -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "megatron" / "rl"
 LEVELS = [
-    {"config", "types", "errors"},
+    {"config", "types", "errors", "quiet"},
     {"objectives", "ops", "cpu_platform"},
     {"data", "rewards", "assets"},
     {"policy", "rollout", "weights", "fp8", "metrics", "progress", "plots", "run_log"},

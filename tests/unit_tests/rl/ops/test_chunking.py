@@ -79,11 +79,18 @@ def test_memory_is_that_of_the_container_where_it_has_less(monkeypatch, tmp_path
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(chunking, "_CONTROL_GROUP", limit)
     whole = chunking._memory(torch.device("cpu"))
-    assert whole & (whole - 1) == 0
     limit.write_text("max\n")
     assert chunking._memory(torch.device("cpu")) == whole
     limit.write_text("3000000000\n")
-    assert chunking._memory(torch.device("cpu")) == 1 << 31
+    assert chunking._memory(torch.device("cpu")) == 3_000_000_000
+
+
+def test_memory_between_two_powers_of_two_counts_as_the_lower():
+    """So that machines of one kind, of which each reports a little less than it was sold with, choose alike."""
+    sizes = {
+        chunking.chosen_chunk_size(50_000, 64, 4, memory, "cpu") for memory in (1 << 34, (1 << 34) + 1, (1 << 35) - 1)
+    }
+    assert sizes == {chunking.chosen_chunk_size(50_000, 64, 4, 1 << 34, "cpu")} and sizes != {1024}
 
 
 def test_chunk_below_one_is_refused():
