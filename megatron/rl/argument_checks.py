@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+from typing import TYPE_CHECKING
 
 from megatron.rl.argument_batching import check_batching
 from megatron.rl.config import RunConfig
@@ -10,6 +11,9 @@ from megatron.rl.cpu_platform import is_cpu_platform
 from megatron.rl.errors import ConfigError
 from megatron.rl.fp8 import fp8_config_from_flags, refuse_unemulated_flags
 from megatron.rl.objectives import get_objective
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # Megatron's flags that this program does not act on: better refused than ignored.
 _WITHOUT_EFFECT = {
@@ -193,7 +197,7 @@ def _check_batches(args: argparse.Namespace) -> None:
         )
 
 
-def check_run(run: RunConfig, hf_config: dict) -> None:
+def check_run(run: RunConfig, hf_config: "PretrainedConfig") -> None:
     """What needs the resolved configuration: the objective's own checks, and the model's position limit."""
     objective = run.objective
     chosen = get_objective(
@@ -209,9 +213,9 @@ def check_run(run: RunConfig, hf_config: dict) -> None:
             f"--loss {objective.name} needs the behaviour's most probable tokens, which the rollout engine does not "
             "give yet; use --loss drpo, or the loss itself from megatron.rl.ops"
         )
-    limit = hf_config.get("max_position_embeddings")
+    limit = hf_config.max_position_embeddings
     wanted = run.data.max_prompt_tokens + run.data.max_response_tokens
-    if limit is not None and wanted > limit:
+    if wanted > limit:
         raise ConfigError(
             f"--max-prompt-tokens {run.data.max_prompt_tokens} + --max-response-tokens {run.data.max_response_tokens} "
             f"= {wanted} exceeds the model's {limit} positions; lower one of them"

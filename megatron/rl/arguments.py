@@ -8,13 +8,11 @@ checkpoint (the bundled model where none is named), then the defaults below.
 import argparse
 import contextlib
 import io
-import json
 import os
 import re
 import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.rl import argument_checks, assets
 from megatron.rl.argument_batching import batching_config, fill_token_budget, total_multiple
@@ -32,7 +30,10 @@ from megatron.rl.config import (
 from megatron.rl.cpu_platform import is_cpu_platform
 from megatron.rl.errors import ConfigError
 from megatron.rl.objectives import OBJECTIVES
-from megatron.rl.weights import megatron_arguments_from_hf
+from megatron.rl.weights import megatron_arguments_from_hf, read_hf_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # drpo-topk needs the behaviour's most probable tokens, which no rollout engine here gives.
 _LOSSES = [name for name in OBJECTIVES if name != "drpo-topk"]
@@ -212,7 +213,7 @@ def _explicit_destinations(parser: argparse.ArgumentParser, argv: list[str]) -> 
     return {action.dest for action in parser._actions if given.intersection(action.option_strings)}
 
 
-def _resolve(args: argparse.Namespace, explicit: set[str]) -> dict:
+def _resolve(args: argparse.Namespace, explicit: set[str]) -> "PretrainedConfig":
     """Fills every flag that was not given, in order of precedence. Returns the Hugging Face config."""
 
     def fill(values: dict[str, Any]) -> None:
@@ -279,20 +280,6 @@ def _fill_sizes(args: argparse.Namespace, explicit: set[str], bundled: bool) -> 
         args.save_interval = args.train_iters
     args.num_workers = 0
     args.exit_on_missing_checkpoint = True
-
-
-def read_hf_config(folder: str) -> dict:
-    """The config.json of a Hugging Face checkpoint folder. Raises :class:`ConfigError` where there is none."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"--hf-model {folder}: no config.json there; name a Hugging Face checkpoint folder")
-    try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: not JSON ({error}); download the checkpoint again") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path}: not a JSON object; download the checkpoint again")
-    return config
 
 
 def _has_transformer_engine() -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron.rl import checkpoint, setup, start_up
-from megatron.rl.arguments import ParsedArguments, parse_arguments, read_hf_config
+from megatron.rl.arguments import ParsedArguments, parse_arguments
 from megatron.rl.collector import Collector
 from megatron.rl.config import RunConfig
 from megatron.rl.data import MicroBatcher, PromptSampler, PromptSet, load_prompts
@@ -18,7 +18,14 @@ from megatron.rl.reporting import Reporter
 from megatron.rl.rewards import Scorer, check_prompts, make_scorer
 from megatron.rl.rollout.hf import HFEngine
 from megatron.rl.trainer import Parts, Progress, Trainer
-from megatron.rl.weights import export_hf_weights, load_hf_weights, load_into_hf_model, save_hf_checkpoint
+from megatron.rl.weights import (
+    check_hf_weights,
+    export_hf_weights,
+    load_hf_weights,
+    load_into_hf_model,
+    read_hf_config,
+    save_hf_checkpoint,
+)
 
 _PREFLIGHT_PROMPTS = 16
 
@@ -27,6 +34,7 @@ def run(argv: list[str]) -> None:
     """The whole program. Raises :class:`megatron.rl.errors.UserError` for a user's mistake."""
     parsed = parse_arguments(argv)
     config = parsed.run
+    check_hf_weights(config.hf_model, hf_config=read_hf_config(config.hf_model))
     tokenizer = load_tokenizer(config.hf_model)
     train = _prompts(config.data.train_prompts, config, tokenizer)
     held_out = _prompts(config.data.eval_prompts, config, tokenizer) if config.data.eval_prompts else None

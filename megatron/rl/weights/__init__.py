@@ -2,14 +2,17 @@
 
 from megatron.rl.weights.exporting import export_hf_weights
 from megatron.rl.weights.hf_config import megatron_arguments_from_hf
+from megatron.rl.weights.hf_folder import read_hf_config
 from megatron.rl.weights.hf_model import load_into_hf_model
-from megatron.rl.weights.importing import load_hf_weights
+from megatron.rl.weights.importing import check_hf_weights, load_hf_weights
 from megatron.rl.weights.saving import save_hf_checkpoint
 
 __all__ = [
+    "check_hf_weights",
     "export_hf_weights",
     "load_hf_weights",
     "load_into_hf_model",
     "megatron_arguments_from_hf",
+    "read_hf_config",
     "save_hf_checkpoint",
 ]

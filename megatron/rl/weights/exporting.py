@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from megatron.rl.weights.table import Dimensions, Row, Unit, pieces, units
 
 if TYPE_CHECKING:  # the CPU platform must be installed before megatron.core is imported
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class _Export:
 def export_hf_weights(
     model_chunks: Sequence[torch.nn.Module],
     *,
-    hf_config: Mapping[str, Any],
+    hf_config: "PretrainedConfig",
     pg_collection: "ProcessGroupCollection",
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (Hugging Face name, whole tensor) for every tensor of the checkpoint format, in the table's order.

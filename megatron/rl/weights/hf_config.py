@@ -1,8 +1,9 @@
-"""From a Hugging Face config.json to the values of Megatron's own arguments, and to the family's weight table."""
+"""From the ``transformers`` configuration of a checkpoint to Megatron's own arguments, and to its weight table."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.rl.errors import ConfigError
 from megatron.rl.weights import rows
@@ -12,15 +13,30 @@ from megatron.rl.weights.qwen3 import QWEN3
 from megatron.rl.weights.qwen3_moe import QWEN3_MOE
 from megatron.rl.weights.table import Dimensions, Family
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE)}
-_MISSING: Any = object()
+_SILU = ("silu", "swish")  # one function, two names
+_FULL_ATTENTION = "every layer must have full attention"
+# What no model of these families has, but a config.json may say, and transformers then acts on.
+_FOREIGN = {
+    "quantization_config": "use the bf16 or float32 weights",
+    "text_config": "use a model of text alone",
+    "decoder": "use a decoder-only model",
+    "generator": "use a decoder-only model",
+    "attention_chunk_size": _FULL_ATTENTION,
+    "num_kv_shared_layers": "each layer must have its own keys and values",
+    "fusion_config": "leave it out",
+}
 
 
-def megatron_arguments_from_hf(config: Mapping[str, Any]) -> dict[str, object]:
+def megatron_arguments_from_hf(config: "PretrainedConfig") -> dict[str, object]:
     """The values that Megatron's arguments must have to compute what ``transformers`` computes from ``config``.
 
-    Keys are attribute names of Megatron's argparse namespace. Dropout is off: the policy that is trained must be
-    the policy that is sampled from.
+    ``config`` is what ``transformers`` made of config.json, so every default is already in it. Keys of the result are
+    attribute names of Megatron's argparse namespace. Dropout is off: the policy that is trained must be the policy
+    that is sampled from.
 
     Raises:
         ConfigError: an unsupported architecture, or a setting of it that the policy cannot reproduce.
@@ -35,13 +51,14 @@ def megatron_arguments_from_hf(config: Mapping[str, Any]) -> dict[str, object]:
         "ffn_hidden_size": _integer(config, "intermediate_size"),
         "num_attention_heads": heads,
         "group_query_attention": True,
-        "num_query_groups": _integer(config, "num_key_value_heads", heads),
-        "kv_channels": _integer(config, "head_dim", hidden // heads),
+        "num_query_groups": _integer(config, "num_key_value_heads"),
+        # not a field of every family; its attention takes this default itself
+        "kv_channels": _integer(config, "head_dim") if hasattr(config, "head_dim") else hidden // heads,
         "vocab_size": _integer(config, "vocab_size"),
         "max_position_embeddings": _integer(config, "max_position_embeddings"),
-        "untie_embeddings_and_output_weights": not is_tied(config),
+        "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": float(_value(config, "rms_norm_eps")),
+        "layernorm_epsilon": float(config.rms_norm_eps),
         "layernorm_zero_centered_gamma": False,
         "apply_residual_connection_post_layernorm": False,
         "swiglu": True,
@@ -59,18 +76,22 @@ def megatron_arguments_from_hf(config: Mapping[str, Any]) -> dict[str, object]:
     return arguments
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
+def check_model_type(model_type: object, where: str) -> None:
+    """Refuses an architecture without a weight table. ``where`` names the file."""
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        supported = ", ".join(f"{family.model_type} ({family.architecture})" for family in FAMILIES.values())
+        raise ConfigError(f"{where}: model_type {model_type!r} is not supported; supported are {supported}")
+
+
+def family_of(config: "PretrainedConfig") -> Family:
     """The weight table of ``config``'s architecture, with the output head as the config ties it.
 
     Raises:
         ConfigError: an architecture without a table.
     """
-    model_type = config.get("model_type")
-    if model_type not in FAMILIES:
-        supported = ", ".join(f"{family.model_type} ({family.architecture})" for family in FAMILIES.values())
-        raise ConfigError(f"config.json: model_type {model_type!r} is not supported; supported are {supported}")
-    family = FAMILIES[model_type]
-    if not is_tied(config):
+    check_model_type(config.model_type, _where(config))
+    family = FAMILIES[config.model_type]
+    if not config.tie_word_embeddings:
         return family
     # The last pipeline stage holds a copy of the embedding; it is read from there and not exported twice.
     tied = dataclasses.replace(rows.HEAD, hf=rows.EMBEDDING.hf, exported=False)
@@ -79,64 +100,72 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return dataclasses.replace(family, rows=replaced, copies=copies)
 
 
-def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
+def dimensions_of(config: "PretrainedConfig") -> Dimensions:
     """The sizes that the family's table refers to."""
     return Dimensions.from_arguments(megatron_arguments_from_hf(config))
 
 
-def is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether the output head is the embedding. All families here leave them apart unless the config says so."""
-    return bool(config.get("tie_word_embeddings") or False)
+def _where(config: "PretrainedConfig") -> str:
+    return os.path.join(config.name_or_path or "", "config.json")
 
 
-def _value(config: Mapping[str, Any], name: str, default: Any = _MISSING) -> Any:
-    value = config.get(name)
-    if value is not None:
-        return value
-    if default is _MISSING:
-        raise ConfigError(f"config.json: {name} is missing; take the config.json that came with the weights")
-    return default
-
-
-def _integer(config: Mapping[str, Any], name: str, default: int = _MISSING) -> int:
-    value = _value(config, name, default)
+def _integer(config: "PretrainedConfig", name: str) -> int:
+    value = getattr(config, name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"config.json: {name} must be a whole number of at least 1 (got {value!r})")
+        raise ConfigError(f"{_where(config)}: {name} must be a whole number of at least 1 (got {value!r})")
     return value
 
 
-def _refuse(setting: str, value: object, need: str) -> ConfigError:
-    return ConfigError(f"config.json: {setting} {value!r} is not supported; {need}")
+def _refuse(config: "PretrainedConfig", setting: str, value: object, need: str) -> ConfigError:
+    return ConfigError(f"{_where(config)}: {setting} {value!r} is not supported; {need}")
 
 
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    if config.get("hidden_act") != "silu":
-        raise _refuse("hidden_act", config.get("hidden_act"), "the gated MLP uses silu")
+def _refuse_unsupported(config: "PretrainedConfig") -> None:
+    for name, need in _FOREIGN.items():
+        value = getattr(config, name, None)
+        if value is not None:
+            method = value.get("quant_method") if isinstance(value, dict) else None
+            raise _refuse(config, name, method or value, need)
+    if config.hidden_act not in _SILU:
+        raise _refuse(config, "hidden_act", config.hidden_act, "the gated MLP uses silu")
     for name in ("attention_bias", "mlp_bias"):
-        if config.get(name):
-            raise _refuse(name, config[name], "use a model without it")
-    windowed = set(config.get("layer_types") or ()) - {"full_attention"}
+        # A key that is no field of the family's class is not read by its model: Qwen2 has its biases either way.
+        if hasattr(type(config), name) and getattr(config, name):
+            raise _refuse(config, name, getattr(config, name), "use a model without it")
+    pad, vocab = config.pad_token_id, _integer(config, "vocab_size")
+    if pad is not None and not -vocab <= pad < vocab:
+        raise _refuse(config, "pad_token_id", pad, f"it must be below vocab_size {vocab}, or left out")
+    _refuse_windows(config)
+
+
+def _refuse_windows(config: "PretrainedConfig") -> None:
+    """Sliding windows, of the attention or of the engine's cache.
+
+    Qwen2 and Qwen3 name a window even where no layer uses it; transformers decides by ``layer_types``, which it fills.
+    In the other families a window that is on acts on every layer's mask or cache, whatever ``layer_types`` says.
+    """
+    windowed = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if windowed:
-        raise _refuse("layer_types", min(windowed), "every layer must have full_attention")
-    # Qwen configs name a window even where it is off; where it is on, layer_types may say that no layer has it.
-    if config.get("use_sliding_window") and config.get("sliding_window") and not config.get("layer_types"):
-        raise _refuse("use_sliding_window", True, "every layer must have full attention")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method")
-        raise _refuse("quantization_config", method, "use the bf16 or float32 weights")
+        raise _refuse(config, "layer_types", min(windowed), _FULL_ATTENTION)
+    window = getattr(config, "sliding_window", None)
+    if window is not None and not hasattr(type(config), "layer_types"):
+        raise _refuse(config, "sliding_window", window, _FULL_ATTENTION)
 
 
-def _rotary_arguments(config: Mapping[str, Any]) -> dict[str, object]:
-    """Reads ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling`` (before)."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    base = parameters.get("rope_theta", config.get("rope_theta"))
-    if base is None:
-        raise ConfigError("config.json: rope_theta is missing; take the config.json that came with the weights")
-    if float(base) != int(base):
-        raise _refuse("rope_theta", base, "Megatron takes whole numbers")
-    share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if share not in (None, 1, 1.0):
-        raise _refuse("partial_rotary_factor", share, "the whole head is rotated")
+def _rotary_arguments(config: "PretrainedConfig") -> dict[str, object]:
+    """Of the one dictionary that transformers makes of rope_scaling, rope_parameters, rope_theta and their like."""
+    parameters = config.rope_parameters
+    if config.nested_rope_parameter_keys(parameters):
+        raise _refuse(config, "rope_parameters", parameters, "all layers must rotate alike")
+    rope_type = parameters["rope_type"]
+    if rope_type not in ("default", "llama3"):
+        raise _refuse(config, "rope_type", rope_type, "supported are default and llama3")
+    base = _number(config, parameters, "rope_theta")
+    if base != int(base):
+        raise _refuse(config, "rope_theta", base, "Megatron takes whole numbers")
+    share = parameters.get("partial_rotary_factor")
+    if share not in (None, 1):
+        raise _refuse(config, "partial_rotary_factor", share, "the whole head is rotated")
     arguments: dict[str, object] = {
         "position_embedding_type": "rope",
         "rotary_base": int(base),
@@ -145,39 +174,47 @@ def _rotary_arguments(config: Mapping[str, Any]) -> dict[str, object]:
         "rotary_seq_len_interpolation_factor": None,
         "use_rope_scaling": False,
     }
-    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     if rope_type == "llama3":
-        arguments.update(_llama3_scaling(parameters))
-    elif rope_type != "default":
-        raise _refuse("rope_type", rope_type, "supported are default and llama3")
+        arguments.update(_llama3_scaling(config, parameters))
     return arguments
 
 
-def _llama3_scaling(parameters: Mapping[str, Any]) -> dict[str, object]:
+def _llama3_scaling(config: "PretrainedConfig", parameters: Mapping[str, Any]) -> dict[str, object]:
     """Megatron fixes all of Llama 3's scaling but its factor."""
     fixed = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
     for name, value in fixed.items():
         if parameters.get(name) != value:
-            raise _refuse(f"llama3 rope scaling with {name}", parameters.get(name), f"Megatron fixes it at {value}")
-    return {"use_rope_scaling": True, "rope_scaling_factor": float(_value(parameters, "factor"))}
+            found = parameters.get(name)
+            raise _refuse(config, f"llama3 rope scaling with {name}", found, f"Megatron fixes it at {value}")
+    return {"use_rope_scaling": True, "rope_scaling_factor": float(_number(config, parameters, "factor"))}
 
 
-def _expert_arguments(config: Mapping[str, Any]) -> dict[str, object]:
+def _number(config: "PretrainedConfig", parameters: Mapping[str, Any], name: str) -> float:
+    value = parameters.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise ConfigError(f"{_where(config)}: {name} must be a positive number (got {value!r})")
+    return value
+
+
+def _expert_arguments(config: "PretrainedConfig") -> dict[str, object]:
     layers = _integer(config, "num_hidden_layers")
-    step = _integer(config, "decoder_sparse_step", 1)
-    dense = set(config.get("mlp_only_layers") or ())
+    step = _integer(config, "decoder_sparse_step")
+    dense = set(config.mlp_only_layers)
     pattern = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)]
     if not any(pattern):
-        raise _refuse("mlp_only_layers", sorted(dense), "no layer with experts is left")
-    top_k = _integer(config, "num_experts_per_tok")
+        raise _refuse(config, "mlp_only_layers", sorted(dense), "no layer with experts is left")
+    experts, top_k = _integer(config, "num_experts"), _integer(config, "num_experts_per_tok")
+    if top_k > experts:
+        raise _refuse(config, "num_experts_per_tok", top_k, f"there are {experts} experts")
     # Dividing the k largest of a softmax by their sum is the softmax over their logits: Megatron's default. Without
     # the division the weights are the softmax over all experts: Megatron's pre-softmax.
-    renormalised = bool(config.get("norm_topk_prob") or False)
+    renormalised = config.norm_topk_prob
     if renormalised and top_k == 1:
-        raise _refuse("norm_topk_prob", True, "with one expert per token its weight is always 1: set it to false")
+        raise _refuse(
+            config, "norm_topk_prob", True, "with one expert per token its weight is always 1: set it to false"
+        )
     return {
-        # transformers 5 writes num_local_experts, the models on the hub have num_experts
-        "num_experts": _integer(config, "num_local_experts" if "num_local_experts" in config else "num_experts"),
+        "num_experts": experts,
         "moe_ffn_hidden_size": _integer(config, "moe_intermediate_size"),
         "moe_layer_freq": 1 if all(pattern) else pattern,
         "moe_router_topk": top_k,

@@ -1,9 +1,9 @@
 """Loads a Hugging Face checkpoint into the shards of a Megatron model."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,15 +15,17 @@ from megatron.rl.weights.table import Dimensions, Family, pieces, units
 
 if TYPE_CHECKING:  # the CPU platform must be installed before megatron.core is imported
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from transformers import PretrainedConfig
 
 _COMPARED_ROWS = 4096
+_BODY = "model."  # prefix of everything but the output head
 
 
 def load_hf_weights(
     model_chunks: Sequence[torch.nn.Module],
     hf_dir: str | Path,
     *,
-    hf_config: Mapping[str, Any],
+    hf_config: "PretrainedConfig",
     pg_collection: "ProcessGroupCollection",
 ) -> None:
     """Fills this rank's parameters from the safetensors files of ``hf_dir``, reading only the slices it holds.
@@ -33,7 +35,7 @@ def load_hf_weights(
 
     Args:
         model_chunks: the virtual pipeline stages of this rank, wrapped or not.
-        hf_config: the folder's config.json.
+        hf_config: the folder's, as :func:`megatron.rl.weights.read_hf_config` gives it.
         pg_collection: uses tp, pp, ep and expt_tp.
 
     Raises:
@@ -44,19 +46,26 @@ def load_hf_weights(
     family, dims = family_of(hf_config), dimensions_of(hf_config)
     groups = Parallelism.from_collection(pg_collection)
     with HfCheckpoint(hf_dir) as checkpoint, torch.no_grad():
-        _check_tensors(checkpoint, family, dims)
+        _match_tensors(checkpoint, family, dims)
         _check_copies(checkpoint, family)
         for local in local_parameters(model_chunks, family, dims, groups):
             _fill(local, dims, groups, checkpoint)
 
 
-def _check_tensors(checkpoint: HfCheckpoint, family: Family, dims: Dimensions) -> None:
+def check_hf_weights(hf_dir: str | Path, *, hf_config: "PretrainedConfig") -> None:
+    """Holds the headers of the folder's files against its configuration; the same errors as :func:`load_hf_weights`."""
+    with HfCheckpoint(hf_dir) as checkpoint:
+        _match_tensors(checkpoint, family_of(hf_config), dimensions_of(hf_config))
+
+
+def _match_tensors(checkpoint: HfCheckpoint, family: Family, dims: Dimensions) -> None:
     """The folder holds the tensors that the table promises, with their shapes, and no others. Equal on all ranks."""
     expected = {
         name: dims.shape(tensor)
         for unit in units(family, dims)
         for name, tensor in zip(unit.hf_names(), unit.row.hf, strict=True)
     }
+    _rename(checkpoint, family, {*expected, *family.copies})
     expected |= {copy: expected[name] for copy, name in family.copies.items() if copy in checkpoint.names}
     if missing := sorted(expected.keys() - checkpoint.names):
         raise CheckpointError(
@@ -74,6 +83,23 @@ def _check_tensors(checkpoint: HfCheckpoint, family: Family, dims: Dimensions) -
             raise CheckpointError(
                 f"{checkpoint.file(name)}: tensor {name} has shape {found}, config.json asks for {shape}"
             )
+
+
+def _rename(checkpoint: HfCheckpoint, family: Family, known: set[str]) -> None:
+    """As ``transformers`` finds them: tensors of the body saved by itself, and a tied head without its embedding."""
+    for stored in sorted(checkpoint.names - known):
+        for name in (_BODY + stored, stored.removeprefix(_BODY)):
+            if name in known:
+                if name in checkpoint.names:
+                    raise CheckpointError(
+                        f"{checkpoint.file(stored)}: both {stored} and {name} are there, which are one tensor of "
+                        f"{family.architecture}; leave one of them out"
+                    )
+                checkpoint.rename(stored, name)
+                break
+    for copy, name in family.copies.items():
+        if copy in checkpoint.names and name not in checkpoint.names:
+            checkpoint.rename(copy, name)
 
 
 def _check_copies(checkpoint: HfCheckpoint, family: Family) -> None:

@@ -83,7 +83,7 @@ class Family:
     rows: tuple[Row, ...]
     arguments: Mapping[str, object] = field(default_factory=dict)  # Megatron arguments that the family fixes
     has_experts: bool = False
-    ignored: tuple[str, ...] = (r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",)  # regular expressions
+    ignored: tuple[str, ...] = (r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",)  # regular expressions
     copies: Mapping[str, str] = field(default_factory=dict)  # tensors that files may hold again under a second name
 
 

@@ -14,13 +14,13 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from megatron.rl import setup  # noqa: E402
-from megatron.rl.arguments import ParsedArguments, parse_arguments, read_hf_config  # noqa: E402
+from megatron.rl.arguments import ParsedArguments, parse_arguments  # noqa: E402
 from megatron.rl.config import LossNormalizationConfig  # noqa: E402
 from megatron.rl.data import MicroBatcher, TokenBatch, loss_weights  # noqa: E402
 from megatron.rl.objectives import get_objective  # noqa: E402
 from megatron.rl.policy.learner import HeadSettings, Learner, UpdateResult  # noqa: E402
 from megatron.rl.types import Completion, Prompt, RewardResult, Sample  # noqa: E402
-from megatron.rl.weights import export_hf_weights, load_hf_weights  # noqa: E402
+from megatron.rl.weights import export_hf_weights, load_hf_weights, read_hf_config  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Started:
 
     parsed: ParsedArguments
     policy: setup.Policy
-    hf_config: dict[str, Any]
+    hf_config: Any  # transformers' own
 
     def learner(self, **changes: Any) -> Learner:
         """A learner as the program makes it; ``changes`` to its head's settings."""

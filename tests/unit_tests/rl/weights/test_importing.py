@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.rl.errors import CheckpointError
-from megatron.rl.weights import load_hf_weights
+from megatron.rl.weights import check_hf_weights, load_hf_weights, read_hf_config
 from tests.unit_tests.rl.weights import tiny
 
 
@@ -27,7 +27,7 @@ def folder(folders, tmp_path):
 
 def _load(folder, layout=None, config=None, chunk=None, **stub):
     layout = layout or tiny.groups()
-    config = config or tiny.read_config(folder)
+    config = config or read_hf_config(folder)
     chunk = chunk or tiny.StubChunk(config, layout, **stub)
     load_hf_weights([chunk], folder, hf_config=config, pg_collection=layout)
     return chunk.by_name
@@ -71,7 +71,7 @@ def test_grouped_experts_of_an_expert_parallel_rank(folders):
 
 
 def test_padded_rows_are_zero_and_values_are_cast(folders):
-    config = tiny.read_config(folders / "qwen2")
+    config = read_hf_config(folders / "qwen2")
     chunk = tiny.StubChunk(config, tiny.groups())
     chunk.by_name = {k: torch.nn.Parameter(v.data.bfloat16()) for k, v in chunk.by_name.items()}
     loaded = _load(folders / "qwen2", chunk=chunk)["output_layer.weight"]
@@ -117,6 +117,23 @@ def test_rotary_buffers_of_old_files_are_ignored(folder):
     _load(folder)
 
 
+@pytest.mark.parametrize(
+    "stored, name",
+    [("embed_tokens.weight", "model.embed_tokens.weight"), ("model.lm_head.weight", "lm_head.weight")],
+)
+def test_one_tensor_under_two_names(folder, stored, name):
+    _rewrite(folder, lambda tensors: tensors.update({stored: tensors[name].clone()}))
+    _refused(folder, f"both {stored} and {name} are there")
+
+
+def test_headers_are_enough_to_refuse_a_folder(folder):
+    config = read_hf_config(folder)
+    check_hf_weights(folder, hf_config=config)
+    _rewrite(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(CheckpointError, match=r"lm_head.weight of shape \(61, 24\) is missing"):
+        check_hf_weights(folder, hf_config=config)
+
+
 def test_a_missing_tensor(folder):
     _rewrite(folder, lambda tensors: tensors.pop("model.layers.3.mlp.experts.2.up_proj.weight"))
     _refused(folder, "model.layers.3.mlp.experts.2.up_proj.weight of shape (12, 24) is missing", str(folder))
@@ -134,13 +151,13 @@ def test_a_tensor_of_another_shape(folder):
 
 
 def test_config_and_weights_of_two_models(folder):
-    config = {**tiny.read_config(folder), "num_hidden_layers": 5}
+    config = tiny.changed(read_hf_config(folder), num_hidden_layers=5)
     _refused(folder, "model.layers.4.", "is missing", config=config)
 
 
 def test_a_model_of_other_sizes(folder):
-    config = tiny.read_config(folder)
-    other = tiny.StubChunk({**config, "moe_intermediate_size": 14}, tiny.groups())
+    config = read_hf_config(folder)
+    other = tiny.StubChunk(tiny.changed(config, moe_intermediate_size=14), tiny.groups())
     _refused(
         folder,
         "model.layers.0.mlp.experts.0.gate_proj.weight + model.layers.0.mlp.experts.0.up_proj.weight",
@@ -151,7 +168,7 @@ def test_a_model_of_other_sizes(folder):
 
 
 def test_a_model_with_fewer_layers(folder):
-    other = tiny.StubChunk({**tiny.read_config(folder), "num_hidden_layers": 3}, tiny.groups())
+    other = tiny.StubChunk(tiny.changed(read_hf_config(folder), num_hidden_layers=3), tiny.groups())
     _refused(folder, "the model has 3 layers, config.json 4", "--num-layers", chunk=other)
 
 
@@ -170,7 +187,7 @@ def test_a_model_with_fewer_layers(folder):
     ],
 )
 def test_a_model_with_other_parameters(folder, change, message):
-    chunk = tiny.StubChunk(tiny.read_config(folder), tiny.groups())
+    chunk = tiny.StubChunk(read_hf_config(folder), tiny.groups())
     change(chunk.by_name)
     with pytest.raises(CheckpointError, match=message):
         _load(folder, chunk=chunk)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.rl.errors import CheckpointError
-from megatron.rl.weights import export_hf_weights, load_hf_weights, save_hf_checkpoint
+from megatron.rl.weights import export_hf_weights, load_hf_weights, read_hf_config, save_hf_checkpoint
 from tests.unit_tests.distributed import run_ranks
 from tests.unit_tests.rl.weights import tiny
 
@@ -64,7 +64,7 @@ def _assert_same_bytes(exported, folder: Path) -> None:
 
 
 def _check(folder: Path, layout, case: str) -> Outcome:
-    config = tiny.read_config(folder)
+    config = read_hf_config(folder)
     chunks = tiny.build(config, layout)
     load_hf_weights(chunks, folder, hf_config=config, pg_collection=layout.groups)
     difference = tiny.log_probs(chunks, _tokens(), layout) - torch.load(folder / "log_probs.pt")
@@ -103,7 +103,7 @@ def _save_wrapped(rank: int, world_size: int, source: Path, out: Path) -> str:
     from megatron.core.transformer.module import Float16Module
 
     layout = tiny.initialize(tp=2, ep=2, etp=1)
-    config = tiny.read_config(source)
+    config = read_hf_config(source)
     [chunk] = tiny.build(config, layout, torch.bfloat16)
     half = Float16Module(chunk.config, chunk)
     options = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False)

@@ -65,10 +65,10 @@ def test_transformers_loads_it(source, tmp_path, shard_bytes, files):
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_the_dtype_stands_under_the_name_that_the_source_uses(source, tmp_path, key):
-    config = {k: v for k, v in tiny.read_config(source).items() if k != "dtype"} | {key: "float32"}
+    config = {k: v for k, v in tiny.read_json(source).items() if k != "dtype"} | {key: "float32"}
     (source / "config.json").write_text(json.dumps(config))
     save_hf_checkpoint(tmp_path / "out", _tensors(torch.bfloat16)[1].items(), source_dir=source)
-    assert tiny.read_config(tmp_path / "out") == {**config, key: "bfloat16"}
+    assert tiny.read_json(tmp_path / "out") == {**config, key: "bfloat16"}
 
 
 def test_an_earlier_export_is_replaced(source, tmp_path):

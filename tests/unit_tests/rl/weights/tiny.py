@@ -1,5 +1,6 @@
 """Tiny random Hugging Face checkpoints, and Megatron models of the same shape in any parallel layout."""
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -88,9 +89,24 @@ def save_hf(name: str, folder: Path, dtype: torch.dtype = torch.float32, **optio
     return model
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder."""
+def read_json(folder: Path) -> dict[str, Any]:
+    """config.json of a folder, as it stands there."""
     return json.loads((Path(folder) / "config.json").read_text())
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    """Changes keys of a folder's config.json; ``...`` takes a key out."""
+    config = {name: value for name, value in {**read_json(folder), **changes}.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def changed(config: Any, **changes: Any) -> Any:
+    """A copy of a configuration object with other values."""
+    other = copy.deepcopy(config)
+    for name, value in changes.items():
+        setattr(other, name, value)
+    return other
 
 
 def groups(tp: int = 1, ep: int = 1, etp: int = 1, tp_rank: int = 0, ep_rank: int = 0, etp_rank: int = 0) -> Any:
@@ -107,7 +123,7 @@ class StubChunk(torch.nn.Module):
 
     pre_process = post_process = True
 
-    def __init__(self, config: dict[str, Any], layout: Any, *, transformer_engine: bool = False) -> None:
+    def __init__(self, config: Any, layout: Any, *, transformer_engine: bool = False) -> None:
         super().__init__()
         family, dims = family_of(config), dimensions_of(config)
         self.config = SimpleNamespace(num_layers=len(dims.moe_layers))
@@ -160,7 +176,7 @@ def padded_vocab(layout: SimpleNamespace) -> int:
 
 
 def build(
-    config: dict[str, Any],
+    config: Any,
     layout: SimpleNamespace,
     dtype: torch.dtype = torch.float32,
     **changes: Any,
