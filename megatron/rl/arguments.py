@@ -90,10 +90,11 @@ _LOCAL_LAYERS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ParsedArguments:
-    """Megatron's validated namespace, our config, and what Megatron printed while it validated."""
+    """Megatron's validated namespace, our config, the model's, and what Megatron printed while it validated."""
 
     megatron: argparse.Namespace
     run: RunConfig
+    hf_config: "PretrainedConfig"
     megatron_log: str
 
 
@@ -196,7 +197,7 @@ def parse_arguments(argv: list[str]) -> ParsedArguments:
         sys.argv = saved
     run = _run_config(args, fp8, batching)
     argument_checks.check_run(run, hf_config)
-    return ParsedArguments(args, run, log.getvalue())
+    return ParsedArguments(args, run, hf_config, log.getvalue())
 
 
 def _fail(message: str) -> NoReturn:

@@ -23,7 +23,7 @@ from megatron.rl.weights import (
     export_hf_weights,
     load_hf_weights,
     load_into_hf_model,
-    read_hf_config,
+    read_eos_token_ids,
     save_hf_checkpoint,
 )
 
@@ -34,10 +34,10 @@ def run(argv: list[str]) -> None:
     """The whole program. Raises :class:`megatron.rl.errors.UserError` for a user's mistake."""
     parsed = parse_arguments(argv)
     config = parsed.run
-    check_hf_weights(config.hf_model, hf_config=read_hf_config(config.hf_model))
+    check_hf_weights(config.hf_model, hf_config=parsed.hf_config)
     tokenizer = load_tokenizer(config.hf_model)
-    train = _prompts(config.data.train_prompts, config, tokenizer)
-    held_out = _prompts(config.data.eval_prompts, config, tokenizer) if config.data.eval_prompts else None
+    train = _prompts(config.data.train_prompts, parsed, tokenizer)
+    held_out = _prompts(config.data.eval_prompts, parsed, tokenizer) if config.data.eval_prompts else None
     with make_scorer(config.reward) as scorer:
         if parsed.megatron.rank == 0:  # ranks score alike, so one checks for all
             for prompts in filter(None, (train, held_out)):
@@ -54,30 +54,31 @@ def load_tokenizer(folder: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ConfigError(f"--hf-model {folder}: its tokenizer cannot be loaded: {first}") from error
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a damaged file raises whatever its content leads to
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"--hf-model {folder}: its tokenizer cannot be loaded: {reason}") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of a folder without one
         raise ConfigError(f"--hf-model {folder}: no tokenizer there (tokenizer.json); copy it from the model's source")
     return tokenizer
 
 
-def _prompts(path: str, config: RunConfig, tokenizer: Any) -> PromptSet:
+def _prompts(path: str, parsed: ParsedArguments, tokenizer: Any) -> PromptSet:
+    data = parsed.run.data
     return load_prompts(
         path,
         tokenizer,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        overlong=config.data.overlong_prompts,
-        apply_chat_template="always" if config.data.apply_chat_template else "auto",
+        vocab_size=parsed.hf_config.vocab_size,
+        max_prompt_tokens=data.max_prompt_tokens,
+        overlong=data.overlong_prompts,
+        apply_chat_template="always" if data.apply_chat_template else "auto",
     )
 
 
 def _train(
     parsed: ParsedArguments, tokenizer: Any, scorer: Scorer, train: PromptSet, held_out: PromptSet | None
 ) -> None:
-    args, config = parsed.megatron, parsed.run
-    hf_config = read_hf_config(config.hf_model)
+    args, config, hf_config = parsed.megatron, parsed.run, parsed.hf_config
     policy = setup.build_policy(args, config)
     progress, sampler = Progress(), PromptSampler(train, config.trainer.seed)
     if args.load:
@@ -171,17 +172,11 @@ def _engine(config: RunConfig, tokenizer: Any, dtype: torch.dtype, device: torch
 
 
 def _eos_token_ids(folder: str, tokenizer: Any) -> list[int]:
-    """The tokens that end a response: those of generation_config.json, else of the tokenizer."""
-    from transformers import GenerationConfig
-
-    found: Any = None
-    if os.path.isfile(os.path.join(folder, "generation_config.json")):
-        found = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
-    if found is None:
-        found = tokenizer.eos_token_id
-    if found is None:
+    """The tokens that end a response: those that the model's folder names, else the tokenizer's."""
+    found = read_eos_token_ids(folder)
+    if not found and tokenizer.eos_token_id is None:
         raise ConfigError(f"--hf-model {folder}: neither generation_config.json nor the tokenizer names an eos token")
-    return [found] if isinstance(found, int) else list(found)
+    return found or [tokenizer.eos_token_id]
 
 
 def _pad_id(tokenizer: Any) -> int:

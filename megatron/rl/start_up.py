@@ -98,6 +98,11 @@ def _notes(parsed: ParsedArguments, policy: Policy, train: PromptSet, held_out: 
     for prompts in filter(None, (train, held_out)):
         if prompts.skipped:
             notes.append(f"{prompts.skipped} prompts of {prompts.path} are longer than the limit and are skipped")
+        if prompts.unended:
+            notes.append(
+                f"{prompts.unended} prompts of {prompts.path} go without the special tokens that the tokenizer puts "
+                "after a text: a response follows"
+            )
     if args.load:
         notes.append(f"weights, optimizer and prompt order go on from {os.path.abspath(args.load)}")
     return notes

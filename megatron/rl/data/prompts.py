@@ -2,23 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, overload
+from typing import Literal, overload
 
-from megatron.rl.data.records import Record, read_records
+from megatron.rl.data.encoding import PromptEncoder, Tokenizer
+from megatron.rl.data.records import read_records
 from megatron.rl.errors import ConfigError, DataError
 from megatron.rl.types import Prompt
-
-
-class Tokenizer(Protocol):
-    """What is used of a ``transformers`` tokenizer."""
-
-    chat_template: Any
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Text to token ids."""
-
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any:
-        """Chat messages to the text that the model was taught to answer."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +17,7 @@ class PromptSet(Sequence[Prompt]):
     path: str
     prompts: tuple[Prompt, ...]
     skipped: int  # prompts that were over the limit
+    unended: int = 0  # prompts that the tokenizer by itself would have ended, with its end-of-sequence token
 
     @overload
     def __getitem__(self, place: int) -> Prompt: ...
@@ -49,6 +39,7 @@ def load_prompts(
     path: str,
     tokenizer: Tokenizer,
     *,
+    vocab_size: int,
     max_prompt_tokens: int,
     overlong: str = "error",
     apply_chat_template: Literal["auto", "always"] = "auto",
@@ -61,8 +52,9 @@ def load_prompts(
 
     Args:
         path: the file.
-        tokenizer: a ``transformers`` tokenizer. Plain text is encoded with its special tokens; a chat template
-            brings its own.
+        tokenizer: a ``transformers`` tokenizer; :class:`megatron.rl.data.encoding.PromptEncoder` says which special
+            tokens a prompt gets.
+        vocab_size: token ids are below it: the rows of the model's embedding.
         max_prompt_tokens: the longest prompt, in tokens, template included.
         overlong: what a longer one does: ``error``, or ``skip``, which counts it.
         apply_chat_template: lists of messages always go through the tokenizer's template; ``always`` sends plain
@@ -75,12 +67,13 @@ def load_prompts(
     """
     if overlong not in ("error", "skip"):
         raise ConfigError(f"prompts over the limit: choose error or skip (got {overlong!r})")
+    encode = PromptEncoder(tokenizer, vocab_size=vocab_size, always_chat=apply_chat_template == "always")
     prompts: list[Prompt] = []
     skipped = 0
     for index, record in enumerate(read_records(path)):
         if limit is not None and len(prompts) >= limit:
             break
-        text, token_ids = _encode(record, tokenizer, always_chat=apply_chat_template == "always")
+        text, token_ids = encode(record)
         if len(token_ids) <= max_prompt_tokens:
             prompts.append(Prompt(index, text, token_ids, record.answer, record.source, record.metadata))
         elif overlong == "skip":
@@ -96,30 +89,4 @@ def load_prompts(
         )
     if not prompts:
         raise DataError(f'{path}: no prompt in it; write one JSON object with "prompt" and "answer" a line')
-    return PromptSet(path, tuple(prompts), skipped)
-
-
-def _encode(record: Record, tokenizer: Tokenizer, *, always_chat: bool) -> tuple[str, tuple[int, ...]]:
-    prompt = record.prompt
-    if isinstance(prompt, str) and not always_chat:
-        text, token_ids = prompt, tokenizer.encode(prompt)
-    else:
-        text = _chat_text(record, tokenizer)
-        token_ids = tokenizer.encode(text, add_special_tokens=False)
-    if not token_ids:
-        raise DataError(f"{record.place}: the tokenizer gives this prompt no token")
-    return text, tuple(token_ids)
-
-
-def _chat_text(record: Record, tokenizer: Tokenizer) -> str:
-    if not tokenizer.chat_template:
-        raise DataError(
-            f"{record.place}: chat messages need a tokenizer with a chat template, and this model's has none; "
-            "use another model, or write the prompt as text"
-        )
-    prompt = record.prompt
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program of its own; what it raises is its answer to the messages
-        raise DataError(f"{record.place}: the tokenizer's chat template refuses the messages ({error})") from error
+    return PromptSet(path, tuple(prompts), skipped, encode.unended)

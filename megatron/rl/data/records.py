@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.rl.errors import DataError
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 _HAVE = '"prompt" and "answer"'
 
 
@@ -32,6 +32,9 @@ def read_records(path: str) -> Iterator[Record]:
     * AIME 2024 and 2025, MATH-500: ``problem`` and ``answer``, or both capitalised. These sets publish integers,
       so here alone an integer is an answer.
 
+    A field that is null, NaN, blank, or an empty list or object counts as absent everywhere, as data sets of several
+    layouts have them once they are put together. That goes for the fields of a message and of ``reward_model`` too.
+
     Raises :class:`DataError` with file and line for everything else.
     """
     for number, line in enumerate(_lines(path), start=1):
@@ -51,7 +54,7 @@ def _lines(path: str) -> Iterator[bytes]:
 
 def _record(line: bytes, place: str) -> Record:
     try:
-        fields = json.loads(line.decode("utf-8-sig"))
+        fields = json.loads(line.decode("utf-8-sig"), parse_constant=_constant)
     except UnicodeDecodeError as error:
         raise DataError(f"{place}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
     except json.JSONDecodeError as error:
@@ -60,20 +63,31 @@ def _record(line: bytes, place: str) -> Record:
         raise DataError(f"{place}: JSON that is too large to read ({error}); mend or remove the line") from None
     if not isinstance(fields, dict):
         raise DataError(f"{place}: not a JSON object; write one object with {_HAVE} a line (got {_kind(fields)})")
-    prompt, answer, source = _problem(fields, place)
-    metadata = fields.get("metadata", {})
+    prompt, answer, source = _problem(_present(fields), place)
+    metadata = _present(fields).get("metadata", {})
     if not isinstance(metadata, dict):
         raise DataError(f'{place}: "metadata" must be an object (got {_kind(metadata)})')
     return Record(place, _checked_prompt(prompt, place), _checked_answer(answer, place), source, metadata)
 
 
+def _constant(name: str) -> float | None:
+    """NaN is how a table of several layouts writes an absent cell."""
+    return None if name == "NaN" else float(name)
+
+
+def _is_present(value: Any) -> bool:
+    return bool(value.strip()) if isinstance(value, str) else value is not None and value not in ([], {})
+
+
+def _present(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if _is_present(value)}
+
+
 def _problem(fields: dict[str, Any], place: str) -> tuple[Any, Any, str]:
-    """Prompt, answer and source, by layout."""
-    if "reward_model" in fields:
-        if not isinstance(fields["reward_model"], dict):
-            raise DataError(f'{place}: "reward_model" must be an object with a "ground_truth"')
-        answer = fields["reward_model"].get("ground_truth")
-        return fields.get("prompt"), answer, _source(fields, "data_source", place)
+    """Prompt, answer and source, by layout; of the fields that are present."""
+    graded = _ground_truth(fields, place)
+    if graded is not None or ("reward_model" in fields and "answer" not in fields):
+        return fields.get("prompt"), graded, _source(fields, "data_source", place)
     source = _source(fields, "source", place)
     if "prompt" in fields:
         return fields["prompt"], fields.get("answer"), source
@@ -85,7 +99,14 @@ def _problem(fields: dict[str, Any], place: str) -> tuple[Any, Any, str]:
             is_integer = isinstance(value, int) and not isinstance(value, bool)
             return fields[problem], str(value) if is_integer else value, source
     names = ", ".join(sorted(fields)) or "none"
-    raise DataError(f'{place}: no prompt; give the field "prompt" (the fields here: {names})')
+    raise DataError(f'{place}: no prompt; give the field "prompt" (the fields with a value here: {names})')
+
+
+def _ground_truth(fields: dict[str, Any], place: str) -> Any:
+    graded = fields.get("reward_model", {})
+    if not isinstance(graded, dict):
+        raise DataError(f'{place}: "reward_model" must be an object with a "ground_truth" (got {_kind(graded)})')
+    return _present(graded).get("ground_truth")
 
 
 def _source(fields: dict[str, Any], name: str, place: str) -> str:
@@ -107,32 +128,50 @@ def _gsm8k_answer(answer: Any, place: str) -> Any:
 
 
 def _checked_answer(answer: Any, place: str) -> str:
-    if answer is None:
-        raise DataError(f'{place}: no answer; give the field "answer"')
+    if not _is_present(answer):
+        raise DataError(f'{place}: no answer; give the field "answer" a value')
     if not isinstance(answer, str):
         raise DataError(f'{place}: the answer is no text (got {_kind(answer)}); put it in quotes, as "answer": "18"')
-    if not answer.strip():
-        raise DataError(f"{place}: the answer is empty")
     return answer
 
 
 def _checked_prompt(prompt: Any, place: str) -> str | Messages:
-    if prompt is None:
-        raise DataError(f'{place}: no prompt; give the field "prompt"')
+    if not _is_present(prompt):
+        raise DataError(f'{place}: no prompt; give the field "prompt" a value')
     if isinstance(prompt, list):
-        for message in prompt:
-            is_message = isinstance(message, dict) and all(isinstance(message.get(k), str) for k in ("role", "content"))
-            if not is_message:
-                raise DataError(f'{place}: a chat message needs "role" and "content", both text')
+        prompt = [_checked_message(message, place) for message in prompt]
+        if not any(message["content"].strip() for message in prompt):
+            raise DataError(f"{place}: the prompt is empty: no message has content")
     elif not isinstance(prompt, str):
         raise DataError(f"{place}: the prompt is neither text nor a list of chat messages (got {_kind(prompt)})")
-    if not (prompt.strip() if isinstance(prompt, str) else prompt):
-        raise DataError(f"{place}: the prompt is empty")
     try:
         json.dumps(prompt, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise DataError(f"{place}: the prompt has half a surrogate pair, which no tokenizer takes; mend it") from None
     return prompt
+
+
+def _checked_message(message: Any, place: str) -> dict[str, Any]:
+    """The message with its content as one text, and without absent fields: templates ask whether a field is there."""
+    if not isinstance(message, dict):
+        raise DataError(f'{place}: a chat message needs "role" and "content", both text (got {_kind(message)})')
+    content = message.get("content")
+    if isinstance(content, list):
+        content = _text_of_parts(content, place)
+    if not isinstance(message.get("role"), str) or not isinstance(content, str):
+        raise DataError(f'{place}: a chat message needs "role" and "content", both text (got {_kind(message)})')
+    return _present(message) | {"role": message["role"], "content": content}
+
+
+def _text_of_parts(parts: list[Any], place: str) -> str:
+    """How several parts are joined differs from template to template, so there must be one."""
+    match parts:
+        case [{"text": str(text), **rest}] if rest.get("type") in (None, "text"):
+            return text
+    kinds = ", ".join(str(part.get("type")) if isinstance(part, dict) else _kind(part) for part in parts) or "none"
+    raise DataError(
+        f"{place}: the content of a chat message must be text, or a list of one text part (got parts: {kinds})"
+    )
 
 
 def _kind(value: Any) -> str:

@@ -48,6 +48,32 @@ def read_hf_config(folder: str | Path) -> "PretrainedConfig":
     return config
 
 
+def read_eos_token_ids(folder: str | Path) -> list[int]:
+    """The tokens at which ``transformers`` ends a response: those of generation_config.json, without it config.json's.
+
+    Empty where the file that decides names none.
+
+    Raises:
+        ConfigError: a generation_config.json that ``transformers`` cannot use, or tokens that are no whole numbers.
+    """
+    from transformers import GenerationConfig
+
+    path = Path(folder) / "generation_config.json"
+    if path.is_file():
+        _read_json(path)  # a broken file is passed over by transformers; here it is told
+        try:
+            found = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+        except Exception as error:  # what transformers raises of a key is its answer to it, whatever the class
+            raise ConfigError(f"{path}: transformers refuses it: {_one_line(error)}") from error
+    else:
+        path = Path(folder) / "config.json"
+        found = _read_json(path).get("eos_token_id")  # the file's own: defaults of the class do not count here
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
+        raise ConfigError(f"{path}: eos_token_id must be a token id or a list of them (got {found!r})")
+    return ids
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

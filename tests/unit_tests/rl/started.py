@@ -20,7 +20,7 @@ from megatron.rl.data import MicroBatcher, TokenBatch, loss_weights  # noqa: E40
 from megatron.rl.objectives import get_objective  # noqa: E402
 from megatron.rl.policy.learner import HeadSettings, Learner, UpdateResult  # noqa: E402
 from megatron.rl.types import Completion, Prompt, RewardResult, Sample  # noqa: E402
-from megatron.rl.weights import export_hf_weights, load_hf_weights, read_hf_config  # noqa: E402
+from megatron.rl.weights import export_hf_weights, load_hf_weights  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,6 @@ class Started:
 
     parsed: ParsedArguments
     policy: setup.Policy
-    hf_config: Any  # transformers' own
 
     def learner(self, **changes: Any) -> Learner:
         """A learner as the program makes it; ``changes`` to its head's settings."""
@@ -44,7 +43,9 @@ class Started:
 
     def export(self) -> dict[str, torch.Tensor]:
         """The whole weights by their Hugging Face names. Collective."""
-        return dict(export_hf_weights(self.policy.chunks, hf_config=self.hf_config, pg_collection=self.policy.groups))
+        return dict(
+            export_hf_weights(self.policy.chunks, hf_config=self.parsed.hf_config, pg_collection=self.policy.groups)
+        )
 
     def batches(self, samples: Sequence[Sample], micro_batch_size: int | None = None) -> list[TokenBatch]:
         """This rank's micro-batches, as the program cuts them, or with another ``micro_batch_size``."""
@@ -93,9 +94,9 @@ def started(flags: Sequence[str], *, load: bool = True) -> Iterator[Started]:
     try:
         setup.initialize(parsed.megatron)
         policy = setup.build_policy(parsed.megatron, parsed.run)
-        here = Started(parsed, policy, read_hf_config(parsed.run.hf_model))
+        here = Started(parsed, policy)
         if load:
-            load_hf_weights(policy.chunks, parsed.run.hf_model, hf_config=here.hf_config, pg_collection=policy.groups)
+            load_hf_weights(policy.chunks, parsed.run.hf_model, hf_config=parsed.hf_config, pg_collection=policy.groups)
             policy.optimizer.reload_model_params()
         yield here
     finally:

@@ -36,7 +36,13 @@ class _Bench:
         self.engine = HFEngine(run.hf_model, load_tensors=load_into_hf_model, eos_token_ids=[1], pad_token_id=0)
         group = torch.distributed.group.WORLD
         self.collector = Collector(self.engine, ExactScorer(), tokenizer, seed=1, group=group)
-        self.prompts = load_prompts(run.data.train_prompts, tokenizer, max_prompt_tokens=16, limit=PROMPTS)
+        self.prompts = load_prompts(
+            run.data.train_prompts,
+            tokenizer,
+            vocab_size=here.policy.vocab_size,
+            max_prompt_tokens=16,
+            limit=PROMPTS,
+        )
 
     def samples(self, temperature: float) -> list[Sample]:
         """What the engine samples at a temperature, equal on all ranks."""

@@ -27,7 +27,16 @@ def test_the_bundled_tokenizer_loads():
     assert tokenizer.decode(tokenizer.encode("12+34="), skip_special_tokens=True) == "12+34="
 
 
-@pytest.mark.parametrize(("damage", "message"), [(None, "no tokenizer there"), ("{", "tokenizer cannot be loaded")])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (None, "no tokenizer there"),
+        ("{", "tokenizer cannot be loaded"),
+        ("[]", "tokenizer cannot be loaded"),
+        ("{}", "tokenizer cannot be loaded"),
+        ('{"added_tokens": [], "model": {"type": "X"}}', "tokenizer cannot be loaded"),
+    ],
+)
 def test_a_folder_without_its_tokenizer_is_told_in_one_line(tmp_path, damage, message):
     (tmp_path / "config.json").write_text((assets.bundled_model_dir() / "config.json").read_text())
     if damage is not None:
@@ -38,16 +47,15 @@ def test_a_folder_without_its_tokenizer_is_told_in_one_line(tmp_path, damage, me
 
 
 @pytest.mark.parametrize(
-    ("generation", "tokenizer_eos", "expected"),
-    [({"eos_token_id": [7, 9]}, 1, [7, 9]), ({"eos_token_id": 7}, 1, [7]), ({}, 1, [1]), (None, 1, [1])],
+    ("named", "tokenizer_eos", "expected"), [([7, 9], 1, [7, 9]), ([0], 1, [0]), ([7], None, [7]), ([], 0, [0])]
 )
-def test_responses_end_at_the_models_own_tokens(tmp_path, generation, tokenizer_eos, expected):
-    if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert runner._eos_token_ids(str(tmp_path), SimpleNamespace(eos_token_id=tokenizer_eos)) == expected
+def test_responses_end_at_the_models_own_tokens(monkeypatch, named, tokenizer_eos, expected):
+    monkeypatch.setattr(runner, "read_eos_token_ids", lambda folder: named)
+    assert runner._eos_token_ids("folder", SimpleNamespace(eos_token_id=tokenizer_eos)) == expected
 
 
 def test_a_model_without_an_end_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="names an eos token"):
         runner._eos_token_ids(str(tmp_path), SimpleNamespace(eos_token_id=None))
 

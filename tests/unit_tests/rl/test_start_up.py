@@ -18,7 +18,7 @@ from megatron.rl.types import Prompt  # noqa: E402
 POLICY: Any = SimpleNamespace(chunks=[torch.nn.Linear(30, 50, bias=False)])
 PROMPT = Prompt(0, "1+1=", (3,), "2")
 TRAIN = PromptSet("train.jsonl", (PROMPT,) * 3, skipped=0)
-HELD_OUT = PromptSet("eval.jsonl", (PROMPT,) * 2, skipped=4)
+HELD_OUT = PromptSet("eval.jsonl", (PROMPT,) * 2, skipped=4, unended=2)
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +57,7 @@ def test_skipped_prompts_are_counted():
     rows, notes = _describe("--loss", "grpo", held_out=HELD_OUT)
     assert rows["prompts"] == "3 to train (train.jsonl), 2 held out (eval.jsonl)"
     assert "4 prompts of eval.jsonl are longer than the limit and are skipped" in notes
+    assert any(note.startswith("2 prompts of eval.jsonl go without the special tokens") for note in notes)
     assert rows["loss"].startswith("grpo")
 
 

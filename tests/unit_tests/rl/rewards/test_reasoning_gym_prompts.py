@@ -16,11 +16,13 @@ TOOL = Path(__file__).parents[4] / "tools" / "make_reasoning_gym_prompts.py"
 
 class Letters:
     chat_template = None
+    eos_token_id = None
+    added_tokens_decoder: dict = {}
 
     def encode(self, text, *, add_special_tokens=True):
         return [ord(c) for c in text]
 
-    def apply_chat_template(self, conversation, *, tokenize, add_generation_prompt):
+    def apply_chat_template(self, conversation, **_):
         raise AssertionError("there is no template")
 
 
@@ -38,7 +40,7 @@ def tool():
 def test_from_the_tool_through_the_loader_to_a_score_of_one(tool, tmp_path, dataset):
     out = tmp_path / "new" / "prompts.jsonl"
     assert tool.main(["--dataset", dataset, "--count", "5", "--seed", "3", "--out", str(out)]) == 0
-    prompts = load_prompts(str(out), Letters(), max_prompt_tokens=10_000)
+    prompts = load_prompts(str(out), Letters(), vocab_size=0x110000, max_prompt_tokens=10_000)
     assert len(prompts) == 5
     assert {prompt.source for prompt in prompts} == {dataset}
     with make_scorer(RewardConfig("reasoning-gym", workers=1, timeout_s=60)) as scorer:

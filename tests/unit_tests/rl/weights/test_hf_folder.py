@@ -6,7 +6,7 @@ import pytest
 from transformers import PretrainedConfig
 
 from megatron.rl.errors import ConfigError
-from megatron.rl.weights import megatron_arguments_from_hf, read_hf_config
+from megatron.rl.weights import megatron_arguments_from_hf, read_eos_token_ids, read_hf_config
 from tests.unit_tests.rl.weights import tiny
 
 LLAMA3 = {name: value for name, value in tiny.LLAMA3.items() if name != "rope_theta"}
@@ -213,3 +213,49 @@ def test_a_type_is_not_guessed_from_the_folders_name(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     _refused(folder, "model_type None")
+
+
+@pytest.mark.parametrize(
+    "config, generation, expected",
+    [
+        (5, ..., [5]),
+        ([5, 6], ..., [5, 6]),
+        (None, ..., []),
+        (..., ..., []),
+        (5, {}, []),  # the file decides, whatever it says
+        (5, {"eos_token_id": None}, []),
+        (5, {"eos_token_id": []}, []),
+        (5, {"eos_token_id": 7, "temperature": 0.6}, [7]),
+        (5, {"eos_token_id": [7, 9]}, [7, 9]),
+    ],
+)
+def test_a_response_ends_where_transformers_ends_it(tmp_path, config, generation, expected):
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(tiny.hf_config("llama")).save_pretrained(tmp_path)
+    tiny.write_config(tmp_path, eos_token_id=config)
+    (tmp_path / "generation_config.json").unlink()
+    if generation is not ...:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert read_eos_token_ids(tmp_path) == expected
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id or []
+    assert (theirs if isinstance(theirs, list) else [theirs]) == expected
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", "generation_config.json: not JSON"),
+        ("[]", "generation_config.json: not a JSON object"),
+        ('{"max_new_tokens": 0}', "transformers refuses it: .*max_new_tokens"),
+        ('{"eos_token_id": "7"}', "eos_token_id must be a token id or a list of them .got '7'"),
+        ('{"eos_token_id": [7, 7.5]}', "eos_token_id must be a token id or a list of them .got .7, 7.5"),
+        ('{"eos_token_id": true}', "eos_token_id must be a token id or a list of them .got True"),
+    ],
+)
+def test_a_generation_config_that_says_nothing_clear(tmp_path, text, message):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_eos_token_ids(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
