@@ -248,6 +248,8 @@ def _resolve(args: argparse.Namespace, explicit: set[str]) -> "PretrainedConfig"
         args.moe_token_dispatcher_type = "alltoall"  # Megatron holds dense models, too, to the other ones' limits
     if args.num_experts and args.tensor_model_parallel_size > 1:
         args.sequence_parallel = True  # Megatron trains experts under tensor parallelism only so; the start-up says it
+    if not args.check_for_nan_in_loss_and_grad:
+        fill({"loss_scale": 1.0})  # a loss scale, be it 1, makes Megatron skip an update that is not finite
     if args.recompute_granularity == "full":
         fill({"recompute_method": "uniform", "recompute_num_layers": 1})
     argument_checks.check_sizes(args)

@@ -140,7 +140,7 @@ class Reporter:
                 "train/micro_batches": self._micro_batches,
                 "train/padding": self._padding(),
                 "train/loss": statistics.fmean(update.loss for update in self._updates),
-                "train/grad_norm": statistics.fmean(update.grad_norm for update in self._updates),
+                **self._gradient_norm(),
                 "train/learning_rate": self._updates[-1].learning_rate,
                 "train/skipped_updates": sum(not update.applied for update in self._updates),
                 "speed/tokens_per_second": self._sampled_tokens / seconds,
@@ -195,6 +195,10 @@ class Reporter:
         self._first_statistics, self._first_tokens = {}, []
         self._sampled_tokens = self._micro_batches = 0
         self._positions = torch.zeros(2, dtype=torch.int64)  # of this rank's micro-batches: in all, and of padding
+
+    def _gradient_norm(self) -> dict[str, float]:
+        norms = [update.grad_norm for update in self._updates if update.grad_norm is not None]
+        return {"train/grad_norm": statistics.fmean(norms)} if norms else {}
 
     def _padding(self) -> float:
         positions = self._positions.to(self._device)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -32,8 +33,8 @@ class UpdateResult:
     """One optimizer step. ``requests`` hold the per-token values, on the last pipeline stage only."""
 
     loss: float  # of the whole mini-batch, over all data-parallel ranks; equal on all ranks
-    grad_norm: float
-    learning_rate: float
+    grad_norm: float | None  # before clipping; None where Megatron skipped the step, as a gradient was not finite
+    learning_rate: float  # that this step was taken with
     applied: bool  # False where Megatron skipped the step
     requests: list[HeadRequest]
 
@@ -78,11 +79,12 @@ class Learner:
         # Megatron averages over micro-batches and data-parallel ranks; the weights already divide by global counts.
         scale = len(batches) * self._groups.dp.size()
         losses = self._run(batches, requests, scale=scale, forward_only=False)
+        learning_rate = get_canonical_lr_for_logging(self._optimizer.param_groups)
         applied, grad_norm, _ = self._optimizer.step()
         if applied:
             self._scheduler.step(increment=samples)
         loss = self._sum_over_ranks(losses)
-        return UpdateResult(loss, float(grad_norm), self._optimizer.param_groups[0]["lr"], applied, requests)
+        return UpdateResult(loss, None if grad_norm is None else float(grad_norm), learning_rate, applied, requests)
 
     def logprobs(self, batches: Sequence[TokenBatch], temperature: float | None = None) -> list[HeadRequest]:
         """A pass without gradients: the requests' ``tokens`` hold log-probabilities and entropy (last stage only).

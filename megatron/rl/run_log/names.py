@@ -28,7 +28,9 @@ METRICS: dict[str, Metric] = {
     "response/truncated": Metric("share", "responses that ended at the length limit"),
     "response/aborted": Metric("count", "responses that the rollout engine gave up"),
     "train/loss": Metric("objective", "the loss, mean over the step's optimizer steps"),
-    "train/grad_norm": Metric("objective", "L2 norm of the whole gradient before clipping, mean over optimizer steps"),
+    "train/grad_norm": Metric(
+        "objective", "L2 norm of the whole gradient before clipping, mean over the optimizer steps that were applied"
+    ),
     "train/learning_rate": Metric("1", "learning rate of the step's last optimizer step"),
     "train/skipped_updates": Metric("count", "optimizer steps that were not applied because a gradient was not finite"),
     "train/micro_batches": Metric("count", "forward passes of each data-parallel rank in the step"),

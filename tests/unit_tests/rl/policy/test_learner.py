@@ -1,6 +1,7 @@
 """Optimizer steps against a plain reference, and the same steps in every cut and every parallel layout."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,12 +135,50 @@ def _passes(folder: Path) -> dict[float, started.Values]:
         return found
 
 
+@dataclass(frozen=True)
+class Skipped:
+    """An update whose gradient is not finite, and the one after it."""
+
+    first: started.UpdateResult
+    second: started.UpdateResult
+    moved: bool  # by the first
+    went_on: bool  # the second moved the weights
+
+
+def _skipped(flags: tuple[str, ...], fault: float) -> Skipped:
+    schedule = ("--lr-decay-style", "linear", "--lr-decay-iters", "50")
+    with started.started([*FLAGS, *schedule, "--no-check-for-nan-in-loss-and-grad", *flags]) as here:
+        learner, samples = here.learner(), _samples(WHOLE)
+        before = here.export()
+        norm = next(p for name, p in here.policy.chunks[0].named_parameters() if "input_layernorm" in name)
+        injected = norm.register_hook(lambda gradient: gradient * fault)
+        first = here.update(learner, samples, 5)
+        injected.remove()
+        after = here.export()
+        second = here.update(learner, samples, 5)
+        return Skipped(
+            replace(first, requests=[]),
+            replace(second, requests=[]),
+            any(not torch.equal(tensor, before[name]) for name, tensor in after.items()),
+            any(not torch.equal(tensor, after[name]) for name, tensor in here.export().items()),
+        )
+
+
+# Flags, a factor of one gradient in the first update, and whether the second one is applied.
+NOT_FINITE: dict[str, tuple[tuple[str, ...], float, bool]] = {
+    "a loss scale beyond float32": (("--loss-scale", "1e42"), 1.0, False),
+    "an infinite gradient": ((), math.inf, True),
+    "NaN in bf16": (("--bf16",), math.nan, True),
+}
+
+
 def _outcomes(rank: int, world_size: int, cases: tuple[Case, ...], folders: dict[str, Path]) -> list[Outcome]:
     return [_outcome(case, folders) for case in cases]
 
 
 def _outcomes_and_passes(rank: int, world_size: int, cases: tuple[Case, ...], folders: dict[str, Path]) -> tuple:
-    return _outcomes(rank, world_size, cases, folders), _passes(folders["bundled"])
+    skipped = {name: _skipped(flags, fault) for name, (flags, fault, _) in NOT_FINITE.items()}
+    return _outcomes(rank, world_size, cases, folders), _passes(folders["bundled"]), skipped
 
 
 @pytest.fixture(scope="module")
@@ -151,9 +190,9 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def one_rank(folders) -> tuple[dict[Case, Outcome], dict[float, dict[int, np.ndarray]]]:
-    [(outcomes, passes)] = run_ranks(1, _outcomes_and_passes, ONE_RANK, folders)
-    return dict(zip(ONE_RANK, outcomes, strict=True)), passes
+def one_rank(folders) -> tuple[dict[Case, Outcome], dict[float, dict[int, np.ndarray]], dict[str, Skipped]]:
+    [(outcomes, passes, skipped)] = run_ranks(1, _outcomes_and_passes, ONE_RANK, folders)
+    return dict(zip(ONE_RANK, outcomes, strict=True)), passes, skipped
 
 
 @dataclass(frozen=True)
@@ -216,6 +255,16 @@ def test_a_pass_without_gradients_takes_the_temperature_asked_for(one_rank, fold
             expected = [started.response_logprobs(model, sample, temperature)[0].numpy() for sample in samples]
         assert found.keys() == _with_tokens(WHOLE)
         _assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_an_update_that_is_not_finite_is_skipped_and_the_next_one_goes_on(one_rank, name):
+    skipped = one_rank[2][name]
+    assert (skipped.first.applied, skipped.first.grad_norm, skipped.moved) == (False, None, False)
+    _, _, goes_on = NOT_FINITE[name]
+    assert skipped.second.applied == skipped.went_on == goes_on
+    assert (skipped.second.grad_norm is not None) == goes_on
+    assert skipped.second.learning_rate == skipped.first.learning_rate, "a skipped update moves no schedule"
 
 
 def _assert_same(case: Case, outcome: Outcome, expected: Outcome) -> None:
