@@ -30,6 +30,7 @@ from megatron.rl.config import (
 from megatron.rl.cpu_platform import is_cpu_platform
 from megatron.rl.errors import ConfigError
 from megatron.rl.objectives import OBJECTIVES
+from megatron.rl.run_log import CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER
 from megatron.rl.weights import megatron_arguments_from_hf, read_hf_config
 
 if TYPE_CHECKING:
@@ -278,7 +279,7 @@ def _fill_sizes(args: argparse.Namespace, explicit: set[str], bundled: bool) -> 
         args.max_position_embeddings = max(args.max_position_embeddings or 0, args.seq_length)
     fill_token_budget(args, explicit)
     if args.save is None:
-        args.save = os.path.join(args.run_dir, "checkpoints")
+        args.save = os.path.join(args.run_dir, CHECKPOINTS_FOLDER)
     if args.save_interval is None:
         args.save_interval = args.train_iters
     args.num_workers = 0
@@ -366,7 +367,7 @@ def _run_config(args: argparse.Namespace, fp8: tuple[str | None, str | None], ba
             eval_prompts=args.rl_prompts_per_eval,
             eval_samples=args.eval_samples,
             run_dir=os.path.abspath(args.run_dir),
-            tensorboard_dir=args.tensorboard_dir or os.path.join(os.path.abspath(args.run_dir), "tensorboard"),
+            tensorboard_dir=os.path.abspath(args.tensorboard_dir or os.path.join(args.run_dir, TENSORBOARD_FOLDER)),
             entropy_coeff=args.grpo_entropy_term_weight,
             token_chunk=args.token_chunk,
         ),

@@ -95,7 +95,7 @@ class TrainerConfig:
     eval_prompts: int
     eval_samples: int  # responses a prompt in evaluation
     run_dir: str
-    tensorboard_dir: str | None
+    tensorboard_dir: str
     entropy_coeff: float = 0.0
     token_chunk: int | None = None
 
@@ -104,10 +104,9 @@ class TrainerConfig:
         """Optimizer steps taken on one rollout batch."""
         return self.prompts_per_step * self.group_size * self.iterations // self.mini_batch_size
 
-    @property
-    def steps(self) -> int:
-        """Rollout batches of the whole run."""
-        return self.train_iters // self.iterations_per_step
+    def steps_in_all(self, step: int = 0, iteration: int = 0) -> int:
+        """Rollout batches of the whole run, where ``step`` of them, with ``iteration`` optimizer steps, are behind."""
+        return step + (self.train_iters - iteration) // self.iterations_per_step
 
 
 @dataclass(frozen=True)

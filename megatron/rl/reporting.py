@@ -28,19 +28,18 @@ class Reporter:
         run: the resolved configuration.
         groups: Megatron's process groups.
         device: of the per-token values.
-        start_step: rollout steps behind, in a resumed run; None for a new one.
+        steps: rollout batches of the whole run.
+        start_step: rollout batches behind, in a resumed run; None for a new one.
     """
 
-    def __init__(self, run: RunConfig, groups: Any, device: torch.device, start_step: int | None) -> None:
+    def __init__(self, run: RunConfig, groups: Any, device: torch.device, steps: int, start_step: int | None) -> None:
         self._run = run
         self._groups = groups
         self._device = device
         self._rank = torch.distributed.get_rank()
         trainer = run.trainer
         interval = trainer.eval_interval // trainer.iterations_per_step
-        self._display = ProgressDisplay(
-            trainer.steps, rank=self._rank, eval_interval=interval, start_step=start_step or 0
-        )
+        self._display = ProgressDisplay(steps, rank=self._rank, eval_interval=interval, start_step=start_step or 0)
         self._log = RunLog(
             trainer.run_dir,
             rank=self._rank,
@@ -77,8 +76,6 @@ class Reporter:
             banner(rows, title="DRPO on Megatron-Core")
         for note in notes:
             self._display.note(f"note: {note}")
-        if self._log.renamed is not None:
-            self._display.note(f"note: an earlier run's metrics.jsonl is now {self._log.renamed}")
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Times a phase of the step; see :data:`megatron.rl.run_log.PHASES`."""

@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from megatron.rl import checkpoint, setup, start_up
+from megatron.rl import checkpoint, places, setup, start_up
 from megatron.rl.arguments import ParsedArguments, parse_arguments
 from megatron.rl.collector import Collector
 from megatron.rl.config import RunConfig
@@ -17,6 +18,7 @@ from megatron.rl.policy.learner import HeadSettings, Learner
 from megatron.rl.reporting import Reporter
 from megatron.rl.rewards import Scorer, check_prompts, make_scorer
 from megatron.rl.rollout.hf import HFEngine
+from megatron.rl.run_log import EXPORT_FOLDER
 from megatron.rl.trainer import Parts, Progress, Trainer
 from megatron.rl.weights import (
     check_hf_weights,
@@ -35,6 +37,8 @@ def run(argv: list[str]) -> None:
     parsed = parse_arguments(argv)
     config = parsed.run
     check_hf_weights(config.hf_model, hf_config=parsed.hf_config)
+    start = checkpoint.read_start(parsed.megatron, config.trainer)
+    places.check(parsed, start)
     tokenizer = load_tokenizer(config.hf_model)
     train = _prompts(config.data.train_prompts, parsed, tokenizer)
     held_out = _prompts(config.data.eval_prompts, parsed, tokenizer) if config.data.eval_prompts else None
@@ -44,7 +48,7 @@ def run(argv: list[str]) -> None:
                 check_prompts(scorer, prompts)
         setup.initialize(parsed.megatron)
         try:
-            _train(parsed, tokenizer, scorer, train, held_out)
+            _train(parsed, start, tokenizer, scorer, train, held_out)
         finally:
             torch.distributed.destroy_process_group()
 
@@ -76,32 +80,41 @@ def _prompts(path: str, parsed: ParsedArguments, tokenizer: Any) -> PromptSet:
 
 
 def _train(
-    parsed: ParsedArguments, tokenizer: Any, scorer: Scorer, train: PromptSet, held_out: PromptSet | None
+    parsed: ParsedArguments,
+    start: checkpoint.Start,
+    tokenizer: Any,
+    scorer: Scorer,
+    train: PromptSet,
+    held_out: PromptSet | None,
 ) -> None:
     args, config, hf_config = parsed.megatron, parsed.run, parsed.hf_config
     policy = setup.build_policy(args, config)
-    progress, sampler = Progress(), PromptSampler(train, config.trainer.seed)
+    progress = Progress(start.step, start.iteration, saved=start.iteration if start.goes_on else None)
+    sampler = PromptSampler(train, config.trainer.seed)
+    if start.prompts is not None:
+        sampler.load_state_dict(start.prompts)
     if args.load:
-        progress.iteration, state = checkpoint.load_checkpoint(args, policy)
-        progress.step = state["step"]
-        sampler.load_state_dict(state["prompts"])
+        checkpoint.load_checkpoint(args, policy)
     else:
         load_hf_weights(policy.chunks, config.hf_model, hf_config=hf_config, pg_collection=policy.groups)
         policy.optimizer.reload_model_params()
-    export_dir = os.path.join(config.trainer.run_dir, "hf")
+    export_dir = os.path.join(config.trainer.run_dir, EXPORT_FOLDER)
 
     def export() -> Iterator[tuple[str, torch.Tensor]]:
         return export_hf_weights(policy.chunks, hf_config=hf_config, pg_collection=policy.groups)
 
     def save_checkpoint() -> None:
-        state = {"step": progress.step, "prompts": sampler.state_dict()}
-        checkpoint.save_checkpoint(args, policy, progress.iteration, state)
+        state = replace(start, iteration=progress.iteration, step=progress.step, prompts=sampler.state_dict())
+        checkpoint.save_checkpoint(args, policy, state)
 
+    rows, notes = start_up.describe(parsed, start, policy, train, held_out)
+    steps = config.trainer.steps_in_all(start.step, start.iteration)
     with (
         _engine(config, tokenizer, args.params_dtype, policy.device) as engine,
-        Reporter(config, policy.groups, policy.device, progress.step if args.load else None) as reporter,
+        places.held(parsed, start) as done,
+        Reporter(config, policy.groups, policy.device, steps, start.step or None) as reporter,
     ):
-        reporter.start(*start_up.describe(parsed, policy, train, held_out))
+        reporter.start(rows, [*notes, *done])
         parts = Parts(
             learner=Learner(
                 policy.chunks,

@@ -8,31 +8,35 @@ import torch
 
 from megatron.rl import cpu_platform
 from megatron.rl.arguments import ParsedArguments
+from megatron.rl.checkpoint import Start
 from megatron.rl.config import RunConfig
 from megatron.rl.data import PromptSet
 from megatron.rl.fp8 import count_emulated_linears, describe_emulation, fp8_config_from_flags
+from megatron.rl.objectives import parameters_of
 from megatron.rl.setup import Policy
 
 Rows = list[tuple[str, str]]
 
 
 def describe(
-    parsed: ParsedArguments, policy: Policy, train: PromptSet, held_out: PromptSet | None
+    parsed: ParsedArguments, start: Start, policy: Policy, train: PromptSet, held_out: PromptSet | None
 ) -> tuple[Rows, list[str]]:
     """Rows (name, value) of the start-up table, and one line for everything that nobody asked for by a flag."""
     args, run = parsed.megatron, parsed.run
-    trainer, objective = run.trainer, run.objective
+    trainer = run.trainer
+    steps = trainer.steps_in_all(start.step, start.iteration)
     parameters = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters())
     rows = [
         ("model", f"{run.hf_model} ({parameters:,} parameters on this rank)"),
         ("platform", f"{_device()}, megatron-core {version('megatron-core')}, torch {torch.__version__}"),
         ("layout", _layout(args)),
         ("precision", _precision(parsed)),
-        ("loss", f"{objective.name}, delta {objective.delta}, {run.normalization.mode}"),
+        ("loss", _loss(run)),
         (
             "batch",
             f"{trainer.prompts_per_step} prompts x {trainer.group_size} responses a step, "
-            f"{trainer.iterations_per_step} optimizer steps of {trainer.mini_batch_size} each; {trainer.steps} steps",
+            f"{trainer.iterations_per_step} optimizer steps of {trainer.mini_batch_size} each; {steps} steps"
+            + (f", {start.step} of them behind" if start.step else ""),
         ),
         ("micro-batches", _micro_batches(args, run)),
         ("optimizer", f"{args.optimizer}, learning rate {args.lr}"),
@@ -73,6 +77,14 @@ def _micro_batches(args: Any, run: RunConfig) -> str:
     return f"{how}; recomputed in the backward pass: {what}"
 
 
+def _loss(run: RunConfig) -> str:
+    """With the numbers that this one reads."""
+    words = {"delta": "delta", "eps": "eps", "eps_low": "lower clip", "eps_high": "upper clip"}
+    numbers = [f"{words[name]} {getattr(run.objective, name)}" for name in parameters_of(run.objective.name)]
+    weight = [] if run.objective.advantage_weight else ["not weighted by abs(advantage)"]
+    return ", ".join([run.objective.name, *numbers, *weight, run.normalization.mode])
+
+
 def _precision(parsed: ParsedArguments) -> str:
     base = "bf16" if parsed.run.bf16 else "float32"
     if parsed.run.fp8_format is None:
@@ -104,5 +116,14 @@ def _notes(parsed: ParsedArguments, policy: Policy, train: PromptSet, held_out: 
                 "after a text: a response follows"
             )
     if args.load:
-        notes.append(f"weights, optimizer and prompt order go on from {os.path.abspath(args.load)}")
+        notes.append(_what_goes_on(args))
     return notes
+
+
+def _what_goes_on(args: Any) -> str:
+    place = os.path.abspath(args.load)
+    if args.finetune:
+        return f"a new run starts from the weights in {place} (--finetune)"
+    if args.no_load_optim:
+        return f"weights and prompt order go on from {place}; the optimizer starts anew (--no-load-optim)"
+    return f"weights, optimizer and prompt order go on from {place}"

@@ -48,6 +48,7 @@ class Progress:
 
     step: int = 0  # rollout batches finished; also the version of the policy
     iteration: int = 0  # optimizer steps finished
+    saved: int | None = None  # optimizer steps behind the newest checkpoint in ``--save``
     evaluations: list[tuple[int, Evaluation]] = field(default_factory=list)
 
 
@@ -65,15 +66,13 @@ class Trainer:
         self._hand_over_weights()
         self._preflight()
         self._evaluate()
-        while self._progress.step < self._run.trainer.steps:
+        while self._progress.iteration < self._run.trainer.train_iters:
             self._step()
             if self._is_due(self._run.trainer.eval_interval):
                 self._evaluate()
-        if not self._is_due(self._run.trainer.eval_interval):
-            self._evaluate()
+        self._evaluate()
         with self._report.phase("save"):
-            if not self._is_due(self._run.trainer.save_interval):
-                self._parts.save_checkpoint()
+            self._save()
             self._parts.export_folder()
         self._report.finish(self._progress.evaluations, self._parts.saved)
 
@@ -90,7 +89,7 @@ class Trainer:
         self._report.step(self._progress.step, self._progress.iteration)
         if self._is_due(trainer.save_interval):
             with self._report.phase("save"):
-                self._parts.save_checkpoint()
+                self._save()
 
     def _rollout(self, label: str) -> list[Sample]:
         """The step's responses with rewards and group-relative advantages; equal on all ranks."""
@@ -135,8 +134,9 @@ class Trainer:
         self._report.preflight(self._progress.step, self._progress.iteration, report)
 
     def _evaluate(self) -> None:
-        """Held-out problems, sampled as in training with the engine's current weights."""
-        if not self._parts.eval_prompts:
+        """Held-out problems, sampled as in training with the engine's current weights; once for each of them."""
+        evaluated = [step for step, _ in self._progress.evaluations]
+        if not self._parts.eval_prompts or self._progress.step in evaluated:
             return
         with self._report.phase("eval"):
             evaluation = evaluate(
@@ -148,6 +148,11 @@ class Trainer:
             )
         self._progress.evaluations.append((self._progress.step, evaluation))
         self._report.evaluation(self._progress.step, self._progress.iteration, evaluation)
+
+    def _save(self) -> None:
+        if self._progress.saved != self._progress.iteration:
+            self._parts.save_checkpoint()
+            self._progress.saved = self._progress.iteration
 
     def _is_due(self, interval: int) -> bool:
         """Whether something done every ``interval`` optimizer steps is to be done now."""

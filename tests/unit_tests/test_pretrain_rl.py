@@ -184,7 +184,7 @@ def test_a_run_ends_well_and_says_so(launched):
 def test_a_run_leaves_its_folder_behind(launched):
     folder = launched["one process"].folder
     assert {path.name for path in folder.iterdir()} == {
-        *("metrics.jsonl", "tokens.npz", "tensorboard", "plots", "checkpoints", "hf")
+        *("run.json", "metrics.jsonl", "tokens.npz", "tensorboard", "plots", "checkpoints", "hf")
     }
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {
         *("iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt")

@@ -35,7 +35,9 @@ TOKEN_OBJECTIVES: dict[str, Formula] = {
     "mask-kl": mask_kl,
 }
 OBJECTIVES = (*TOKEN_OBJECTIVES, "gspo", "drpo-topk")
-_UNWEIGHTED = ("drpo", "spo", "kl", "tv")  # those that the paper also defines without abs(A)
+UNWEIGHTED = ("drpo", "spo", "kl", "tv")  # those that the paper also defines without abs(A)
+# Those that read other numbers of the configuration than delta.
+_PARAMETERS = {"pg": (), "spo": ("eps",), "grpo": ("eps_low", "eps_high"), "gspo": ("eps_low", "eps_high")}
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,11 @@ def get_objective(
     return TokenObjective(config)
 
 
+def parameters_of(name: str) -> tuple[str, ...]:
+    """The fields of :class:`ObjectiveConfig` that size the objective's trust region; the others leave it as it is."""
+    return _PARAMETERS.get(name, ("delta",))
+
+
 def _check(config: ObjectiveConfig) -> None:
     if config.name not in OBJECTIVES:
         raise ConfigError(f"the objective must be one of {', '.join(OBJECTIVES)} (got {config.name!r})")
@@ -131,7 +138,7 @@ def _check(config: ObjectiveConfig) -> None:
         size = getattr(config, bound)
         if not (size > 0 and math.isfinite(size)):
             raise ConfigError(f"{bound} of objective {config.name} must be a positive number (got {size})")
-    if not config.advantage_weight and config.name not in _UNWEIGHTED:
+    if not config.advantage_weight and config.name not in UNWEIGHTED:
         raise ConfigError(
-            f"the advantage weight can be switched off for {', '.join(_UNWEIGHTED)} only (got {config.name!r})"
+            f"the advantage weight can be switched off for {', '.join(UNWEIGHTED)} only (got {config.name!r})"
         )

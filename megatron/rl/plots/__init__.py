@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron.rl.plots.curves import plot_curves
 from megatron.rl.plots.paper import gradient_weights, plot_gradient_weights, plot_token_probabilities
-from megatron.rl.run_log import TOKENS_FILE, read_metrics, read_tokens
+from megatron.rl.run_log import PLOTS_FOLDER, TOKENS_FILE, read_metrics, read_tokens
 
 __all__ = [
     "PlotReport",
@@ -35,7 +35,7 @@ def plot_run(run_dir: str | Path, out_dir: str | Path | None = None) -> PlotRepo
     output folder that cannot be written.
     """
     folder = Path(run_dir)
-    out = folder / "plots" if out_dir is None else Path(out_dir)
+    out = folder / PLOTS_FOLDER if out_dir is None else Path(out_dir)
     title = folder.resolve().name
     written, left_out = plot_curves(read_metrics(folder), out, title)
     written.append(plot_gradient_weights(out / "figure1_gradient_weights.png"))

@@ -11,6 +11,10 @@ from megatron.rl.errors import OutputError
 
 METRICS_FILE = "metrics.jsonl"
 TOKENS_FILE = "tokens.npz"
+TENSORBOARD_FOLDER = "tensorboard"
+PLOTS_FOLDER = "plots"
+CHECKPOINTS_FOLDER = "checkpoints"
+EXPORT_FOLDER = "hf"
 
 Record = dict[str, float]
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

@@ -88,8 +88,9 @@ A run folder (`--run-dir`) holds the run's numbers in three places:
 
 `tools/plot_run.py FOLDER` draws them all.
 
-A new run in a folder that already has a `metrics.jsonl` renames the old file to `metrics.1.jsonl` (or the next free
-number). A resumed run drops the lines after the step that it resumes from and goes on behind them.
+A folder holds one run; `run.json` says which. A new run in a used folder first moves the earlier run's files to a
+folder beside it, named after the time when that run began. A run that goes on from the checkpoints of its own folder
+drops the lines after the step that it resumes from and goes on behind them.
 
 ## Metrics
 

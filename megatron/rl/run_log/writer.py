@@ -36,12 +36,11 @@ class RunLog:
             rank: global rank of this process.
             tensorboard_dir: None for no TensorBoard.
             resume_step: the last step of the checkpoint that is resumed: later lines of an earlier life are dropped.
-                None for a new run: an older ``metrics.jsonl`` is renamed, see :attr:`renamed`.
+                None for a new run, whose folder has no ``metrics.jsonl`` yet.
             echo: is given every record after it is written, such as ``ProgressDisplay.show``.
 
         Raises :class:`megatron.rl.errors.OutputError` where the folder cannot be written.
         """
-        self.renamed: Path | None = None  # where an earlier run's records were moved
         self._file: FileIO | None = None
         self._board: Any = None
         self._echo = echo
@@ -51,9 +50,10 @@ class RunLog:
         self._path = Path(run_dir) / METRICS_FILE
         with writing(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._make_room(resume_step)
+            if resume_step is not None and self._path.is_file():
+                self._drop_after(resume_step)
             # Unbuffered: what a full disk refused must not come up again when the file is closed.
-            self._file = self._path.open("ab", buffering=0)
+            self._file = self._path.open("xb" if resume_step is None else "ab", buffering=0)
         if tensorboard_dir is not None:
             with writing(Path(tensorboard_dir)):
                 self._board = _open_board(Path(tensorboard_dir), resume_step)
@@ -110,17 +110,8 @@ class RunLog:
                     self._board.add_scalar(name, value, global_step=int(record["step"]), walltime=record["wall_time"])
             self._board.flush()
 
-    def _make_room(self, resume_step: int | None) -> None:
-        """Moves an earlier run's records away, or cuts them off behind the step that is resumed."""
-        if not self._path.is_file():
-            return
-        if resume_step is None:
-            number = 1
-            while (target := self._path.with_name(f"metrics.{number}.jsonl")).exists():
-                number += 1
-            self._path.rename(target)
-            self.renamed = target
-            return
+    def _drop_after(self, resume_step: int) -> None:
+        """Cuts off the records behind the step that is resumed."""
         kept = [to_json(record) + "\n" for record in read_records(self._path) if record["step"] <= resume_step]
         replacement = self._path.with_suffix(".part")
         replacement.write_text("".join(kept), encoding="utf-8")
@@ -130,5 +121,5 @@ class RunLog:
 def _open_board(folder: Path, resume_step: int | None) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    # TensorBoard then hides what an earlier life, or an earlier run in this folder, wrote from that step on.
+    # TensorBoard then hides what an earlier life wrote from that step on.
     return SummaryWriter(str(folder), purge_step=0 if resume_step is None else resume_step + 1)

@@ -24,7 +24,7 @@ def test_the_bare_command_takes_the_bundled_model():
     assert (run.fp8_format, run.fp8_recipe) == ("e4m3", "tensorwise")
     assert args.num_experts == 8 and args.moe_router_topk == 2 and args.transformer_impl == "local"
     assert run.batching.total_multiple == 16
-    assert run.trainer.steps * run.trainer.iterations_per_step == run.trainer.train_iters
+    assert run.trainer.steps_in_all() * run.trainer.iterations_per_step == run.trainer.train_iters
     assert (run.objective.eps_low, run.objective.eps_high) == (0.2, 0.28)
 
 
@@ -62,7 +62,7 @@ def test_explicit_megatron_flags_win():
     )
     run, args = parsed.run, parsed.megatron
     assert (run.trainer.group_size, run.trainer.prompts_per_step, run.trainer.mini_batch_size) == (4, 6, 8)
-    assert (run.trainer.iterations_per_step, run.trainer.steps) == (3, 3)
+    assert (run.trainer.iterations_per_step, run.trainer.steps_in_all()) == (3, 3)
     assert (args.lr, args.seed, run.sampling.temperature, run.objective.eps_low) == (3e-5, 7, 0.7, 0.1)
     assert (args.rotary_base, args.moe_router_topk) == (500, 1)
 

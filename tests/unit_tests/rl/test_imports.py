@@ -18,6 +18,7 @@ LEVELS = [
         "collector",
         "evaluation",
         "checkpoint",
+        "places",
         "setup",
         "arguments",
         "argument_batching",

@@ -95,7 +95,7 @@ def _report_a_step(reporter: Reporter, samples: list[Sample], step: int, iterati
 
 
 def _report_all(run: RunConfig, groups: SimpleNamespace) -> None:
-    with Reporter(run, groups, torch.device("cpu"), None) as reporter:
+    with Reporter(run, groups, torch.device("cpu"), 1, None) as reporter:
         reporter.start([("model", "tiny")], ["layers are local"])
         with reporter.phase("logprob"):
             report = compare([[-1.0, -2.0]], [[-1.5, -2.0]], "fp8")
@@ -180,26 +180,31 @@ def test_what_a_person_reads(run, groups, capsys):
 
 
 def test_a_run_without_evaluation_gains_nothing_to_speak_of(run, groups, capsys):
-    with Reporter(run, groups, torch.device("cpu"), None) as reporter:
+    with Reporter(run, groups, torch.device("cpu"), 1, None) as reporter:
         _report_a_step(reporter, _samples(), 1, 2)
         reporter.finish([], [("Megatron checkpoint", "there")])
     out = capsys.readouterr().out
     assert "evaluation (step" not in out and "reward gained" not in out
 
 
-def test_a_second_run_keeps_the_first_ones_records_and_a_resumed_one_goes_on(run, groups, capsys):
+def test_a_resumed_run_goes_on_behind_its_records(run, groups, capsys):
     _report_all(run, groups)
-    longer = replace(run, trainer=replace(run.trainer, train_iters=4))
-    with Reporter(longer, groups, torch.device("cpu"), 1) as reporter:
+    with Reporter(run, groups, torch.device("cpu"), 2, 1) as reporter:
         reporter.preflight(1, 2, compare([[-1.0]], [[-1.0]], "float32"))
         _report_a_step(reporter, _samples(), 2, 4)
     records = read_metrics(run.trainer.run_dir)
     assert [record["step"] for record in records] == [0, 1, 2]
     assert records[0]["mismatch/logprob"] == 0.25  # the check after the restart belongs to step 1
     assert sorted(set(read_tokens(run.trainer.run_dir).step.tolist())) == [1, 2]
-    with Reporter(run, groups, torch.device("cpu"), None) as reporter:
-        reporter.start([], [])
-        _report_a_step(reporter, _samples(), 1, 2)
-    assert [record["step"] for record in read_metrics(run.trainer.run_dir)] == [1]
-    assert (Path(run.trainer.run_dir) / "metrics.1.jsonl").is_file()
-    assert "metrics.1.jsonl" in capsys.readouterr().out
+    assert "step 2/2 |" in capsys.readouterr().out
+
+
+def test_a_step_whose_updates_were_all_skipped_has_no_gradient_norm(run, groups, capsys):
+    with Reporter(run, groups, torch.device("cpu"), 1, None) as reporter:
+        reporter.rollout(_samples())
+        reporter.update(*_update(_samples()[:4], loss=1.0, applied=False, shift=0.01), first=True)
+        reporter.step(1, 1)
+    (record,) = read_metrics(run.trainer.run_dir)
+    assert record["train/skipped_updates"] == 1 and "train/grad_norm" not in record
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step 1/1"))
+    assert "updates skipped: 1" in line and "grad " not in line

@@ -12,10 +12,12 @@ import torch  # noqa: E402
 
 from megatron.rl import start_up  # noqa: E402
 from megatron.rl.arguments import parse_arguments  # noqa: E402
+from megatron.rl.checkpoint import Start  # noqa: E402
 from megatron.rl.data import PromptSet  # noqa: E402
 from megatron.rl.types import Prompt  # noqa: E402
 
 POLICY: Any = SimpleNamespace(chunks=[torch.nn.Linear(30, 50, bias=False)])
+NEW = Start("this")
 PROMPT = Prompt(0, "1+1=", (3,), "2")
 TRAIN = PromptSet("train.jsonl", (PROMPT,) * 3, skipped=0)
 HELD_OUT = PromptSet("eval.jsonl", (PROMPT,) * 2, skipped=4, unended=2)
@@ -27,8 +29,8 @@ def _one_process(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
 
 
-def _describe(*flags: str, held_out: PromptSet | None = None) -> tuple[dict[str, str], list[str]]:
-    rows, notes = start_up.describe(parse_arguments(list(flags)), POLICY, TRAIN, held_out)
+def _describe(*flags: str, held_out: PromptSet | None = None, start: Start = NEW) -> tuple[dict[str, str], list[str]]:
+    rows, notes = start_up.describe(parse_arguments(list(flags)), start, POLICY, TRAIN, held_out)
     assert all("\n" not in value for _, value in rows) and all("\n" not in note for note in notes)
     return dict(rows), notes
 
@@ -67,3 +69,33 @@ def test_layout_and_resuming_are_said(monkeypatch, tmp_path):
     assert rows["layout"] == "4 process(es): data 2, tensor 2, pipeline 1, context 1, expert 1"
     assert "sequence parallelism is on" in notes
     assert f"weights, optimizer and prompt order go on from {tmp_path}" in notes
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--no-load-optim", "weights and prompt order go on from {}; the optimizer starts anew (--no-load-optim)"),
+        ("--finetune", "a new run starts from the weights in {} (--finetune)"),
+    ],
+)
+def test_only_what_goes_on_is_said_to(tmp_path, flag, words):
+    _, notes = _describe("--load", str(tmp_path), flag)
+    assert words.format(tmp_path) in notes
+
+
+def test_the_steps_behind_a_resumed_run_are_said():
+    rows, _ = _describe("--train-iters", "8", "--global-batch-size", "256", start=Start("this", 4, 2))
+    assert rows["batch"].endswith("1 optimizer steps of 256 each; 6 steps, 2 of them behind")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--loss grpo", "grpo, lower clip 0.2, upper clip 0.28, "),
+        ("--loss spo --loss-eps 0.3", "spo, eps 0.3, "),
+        ("--loss pg", "pg, seq-mean"),
+        ("--loss kl --no-loss-advantage-weight", "kl, delta 12.5, not weighted by abs(advantage), "),
+    ],
+)
+def test_the_loss_is_told_with_the_numbers_that_it_reads(flags, words):
+    assert _describe(*flags.split())[0]["loss"].startswith(words)

@@ -172,6 +172,23 @@ def test_a_resumed_run_goes_on_at_the_next_step():
     assert log[-1] == "finish [1, 2]"
 
 
+def test_a_resumed_run_ends_at_the_optimizer_steps_asked_for_whatever_a_batch_was_before():
+    """Four steps in two batches are behind; now a batch is one step."""
+    log = _train(_run("--train-iters", "6", "--global-batch-size", "8"), Progress(step=2, iteration=4, saved=4)).log
+    assert [entry for entry in log if entry.startswith(("step", "checkpoint"))] == [
+        "step 3 5",
+        "step 4 6",
+        "checkpoint",
+    ]
+
+
+@pytest.mark.parametrize(("saved", "checkpoints"), [(4, 0), (None, 1)])
+def test_a_run_with_nothing_left_to_do_evaluates_once_and_saves_where_it_has_not_saved(saved, checkpoints):
+    log = _train(_run("--train-iters", "4", "--save-interval", "2"), Progress(step=2, iteration=4, saved=saved)).log
+    assert log.count("checkpoint") == checkpoints and log.count("evaluation 2 4") == 1
+    assert log[-2:] == ["export", "finish [2]"]
+
+
 def test_a_run_without_held_out_problems():
     log = _train(_run("--train-iters", "2"), eval_prompts=()).log
     assert not [entry for entry in log if "eval" in entry]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.rl.errors import ConfigError
-from megatron.rl.objectives import TOKEN_OBJECTIVES, get_objective
+from megatron.rl.objectives import OBJECTIVES, TOKEN_OBJECTIVES, get_objective, parameters_of
 from tests.unit_tests.rl.objectives.reference import FORMULAS, reference
 
 UNWEIGHTED = ["drpo", "spo", "kl", "tv"]
@@ -37,6 +37,19 @@ def near_a_boundary(name: str, logp: torch.Tensor, logmu: torch.Tensor, delta: f
         for bound in LOG_RATIO_BOUNDS[:2]:
             near |= (logp - logmu - bound).abs() < 1e-5
     return near
+
+
+BOUNDS = {"delta": (0.3, 0.02), "eps": (0.2, 0.5), "eps_low": (0.2, 0.5), "eps_high": (0.28, 0.7)}
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "drpo-topk"])
+def test_an_objective_reads_its_own_parameters_and_no_others(name, bound):
+    logp, logmu, advantage = grid(0.1)
+    rest = (torch.ones_like(logp), torch.arange(len(logp))) if name == "gspo" else ()
+    outcomes = [get_objective(name, **{bound: value})(logp, logmu, advantage, *rest) for value in BOUNDS[bound]]
+    same = all(torch.equal(first, second) for first, second in zip(*outcomes, strict=True))
+    assert same == (bound not in parameters_of(name))
 
 
 @pytest.mark.parametrize("delta", [0.2, 12.5])

@@ -61,13 +61,18 @@ def test_unknown_names_and_records_without_step_are_refused(tmp_path):
     assert (tmp_path / METRICS_FILE).read_text() == ""
 
 
-def test_a_new_run_moves_earlier_records_away(tmp_path):
-    for reward in (0.1, 0.2, 0.3):
-        with RunLog(tmp_path, rank=0) as log:
-            log.write({"step": 1, "reward/mean": reward})
-    assert log.renamed == tmp_path / "metrics.2.jsonl"
-    rewards = {path.name: json.loads(path.read_text())["reward/mean"] for path in tmp_path.iterdir()}
-    assert rewards == {"metrics.1.jsonl": 0.1, "metrics.2.jsonl": 0.2, METRICS_FILE: 0.3}
+def test_a_new_run_never_writes_behind_an_earlier_ones_records(tmp_path):
+    with RunLog(tmp_path, rank=0) as log:
+        log.write({"step": 1, "reward/mean": 0.1})
+    with pytest.raises(OutputError, match="File exists"):
+        RunLog(tmp_path, rank=0)
+    assert [line["reward/mean"] for line in _lines(tmp_path)] == [0.1]
+
+
+def test_a_run_that_goes_on_in_another_folder_begins_its_records_there(tmp_path):
+    with RunLog(tmp_path, rank=0, resume_step=2) as log:
+        log.write({"step": 3, "reward/mean": 0.9})
+    assert [line["step"] for line in _lines(tmp_path)] == [3]
 
 
 def test_a_resumed_run_goes_on_behind_its_checkpoint(tmp_path):
@@ -78,7 +83,6 @@ def test_a_resumed_run_goes_on_behind_its_checkpoint(tmp_path):
         file.write('{"step": 5, "rew')  # killed while it wrote
     with RunLog(tmp_path, rank=0, resume_step=2) as log:
         log.write({"step": 3, "reward/mean": 0.9})
-    assert log.renamed is None
     assert [(line["step"], line["reward/mean"]) for line in _lines(tmp_path)] == [
         (0, 0.0),
         (1, 0.1),
@@ -92,7 +96,7 @@ def test_a_full_disk_stops_the_run_in_one_line(tmp_path):
     (tmp_path / METRICS_FILE).symlink_to("/dev/full")
     with (
         pytest.raises(OutputError, match="No space left on device.*free the disk") as caught,
-        RunLog(tmp_path, rank=0) as log,
+        RunLog(tmp_path, rank=0, resume_step=0) as log,
     ):
         log.write({"step": 1})
     assert str(tmp_path / METRICS_FILE) in str(caught.value)
