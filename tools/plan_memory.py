@@ -55,15 +55,14 @@ def _plan(own: argparse.Namespace, flags: list[str]) -> int:
     from memory_plan.plan import Target, plan
     from memory_plan.report import report
 
-    from megatron.rl.arguments import parse_arguments, read_hf_config
+    from megatron.rl.arguments import parse_arguments
 
     if "--hf-model" in flags and "--train-prompts" not in flags:
         flags += ["--train-prompts", str(assets.bundled_train_prompts())]  # which the plan does not look into
     with _as_rank_0_of(own.world_size):
         parsed = parse_arguments(flags)
-    hf_config = read_hf_config(parsed.run.hf_model)
     target = Target(own.device, int(own.gpu_memory * GIB))
-    stages = plan(parsed, hf_config, target)
+    stages = plan(parsed, target)
     print(report(stages, parsed, target))
     return 0 if max(stage.total for stage in stages) <= target.memory else 1
 

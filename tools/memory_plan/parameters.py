@@ -3,6 +3,7 @@
 import argparse
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.rl.weights.hf_config import dimensions_of, family_of
 from megatron.rl.weights.table import Dimensions, Fuse, Row, Where, units
@@ -45,7 +46,7 @@ def layers_of_stage(stage: int, args: argparse.Namespace, dims: Dimensions) -> L
     return Layers(dense=here.count(False), moe=here.count(True))
 
 
-def whole_model(hf_config: dict) -> int:
+def whole_model(hf_config: Any) -> int:
     """Parameters of the checkpoint; a tied head is the embedding."""
     family, dims = family_of(hf_config), dimensions_of(hf_config)
     return sum(
@@ -53,7 +54,7 @@ def whole_model(hf_config: dict) -> int:
     )
 
 
-def of_stage(stage: int, args: argparse.Namespace, hf_config: dict, padded_vocab_size: int) -> Counts:
+def of_stage(stage: int, args: argparse.Namespace, hf_config: Any, padded_vocab_size: int) -> Counts:
     """What one rank of the stage holds: its shards of its layers, its experts, and the embeddings at the ends."""
     family, dims = family_of(hf_config), dimensions_of(hf_config)
     tp, ep = args.tensor_model_parallel_size, args.expert_model_parallel_size

@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.rl.arguments import ParsedArguments
 from megatron.rl.config import RunConfig
@@ -71,10 +72,10 @@ class Target:
         return self.device == "cpu"
 
 
-def plan(parsed: ParsedArguments, hf_config: dict, target: Target) -> list[Stage]:
+def plan(parsed: ParsedArguments, target: Target) -> list[Stage]:
     """Every pipeline stage of the run that the arguments describe."""
     args = parsed.megatron
-    return [_stage(number, parsed, hf_config, target) for number in range(args.pipeline_model_parallel_size)]
+    return [_stage(number, parsed, target) for number in range(args.pipeline_model_parallel_size)]
 
 
 def largest_batch(args: argparse.Namespace, run: RunConfig) -> Batch:
@@ -90,8 +91,8 @@ def largest_batch(args: argparse.Namespace, run: RunConfig) -> Batch:
     return Batch(batching.token_budget // cp, 1 if batching.packed else fitting, -(-sequences // fitting))
 
 
-def _stage(number: int, parsed: ParsedArguments, hf_config: dict, target: Target) -> Stage:
-    args, run = parsed.megatron, parsed.run
+def _stage(number: int, parsed: ParsedArguments, target: Target) -> Stage:
+    args, run, hf_config = parsed.megatron, parsed.run, parsed.hf_config
     element = 2 if run.bf16 else _FP32
     counts = parameters.of_stage(number, args, hf_config, padded_vocab_size(args))
     batch = largest_batch(args, run)
@@ -132,7 +133,7 @@ def _optimizer(counts: Counts, args: argparse.Namespace, run: RunConfig) -> floa
 
 
 def _activations(
-    number: int, args: argparse.Namespace, hf_config: dict, target: Target, batch: Batch, element: int
+    number: int, args: argparse.Namespace, hf_config: Any, target: Target, batch: Batch, element: int
 ) -> tuple[float, float]:
     """Kept of all micro-batches in flight, and what one layer's backward pass takes."""
     layers = parameters.layers_of_stage(number, args, dimensions_of(hf_config))

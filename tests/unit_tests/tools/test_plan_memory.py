@@ -111,7 +111,7 @@ def measured(case: str, flags: tuple[str, ...], folder: Path) -> Measured:
         buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         return Measured(
             case,
-            plan(here.parsed, here.hf_config, Target("cpu", 16 << 30))[groups.pp.rank()],
+            plan(here.parsed, Target("cpu", 16 << 30))[groups.pp.rank()],
             sum(p.numel() for chunk in chunks for p in chunk.parameters()),
             sum(buffer.grad_data.nbytes for buffer in buffers),
             optimizer_bytes(optimizer, masters=here.parsed.run.bf16),
