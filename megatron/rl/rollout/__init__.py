@@ -1,6 +1,4 @@
-"""Rollout engines: the contract they share, the embedded one, sharing of work, and the check of mu at start."""
+"""Rollout engines: the contract they share, the embedded one, sharing of work, and the check of mu at start.
 
-from megatron.rl.rollout.engine import RolloutEngine
-from megatron.rl.rollout.hf import HFEngine
-
-__all__ = ["HFEngine", "RolloutEngine"]
+Nothing is imported here: ``vllm_plugin`` is loaded in vLLM's environment, which has not what the engines need.
+"""

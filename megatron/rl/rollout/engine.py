@@ -72,7 +72,7 @@ class RolloutEngine(abc.ABC):
         until another one succeeds.
         """
         self._version = None
-        self._load(tensors)
+        self._load(tensors, version)
         self._version = version
 
     @abc.abstractmethod
@@ -80,8 +80,8 @@ class RolloutEngine(abc.ABC):
         """Completions of requests that passed :func:`check_request`, in order of completion."""
 
     @abc.abstractmethod
-    def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Takes over the weights. Raises where any of them could not be taken over."""
+    def _load(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        """Takes over the weights of policy ``version``. Raises where any of them could not be taken over."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -81,7 +81,7 @@ class HFEngine(RolloutEngine):
             raise RuntimeError("the engine is closed")
         return self._model
 
-    def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def _load(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         self._load_tensors(self._open_model(), tensors)
 
     def _generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:

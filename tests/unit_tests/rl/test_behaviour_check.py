@@ -15,7 +15,7 @@ from megatron.rl.collector import Collector  # noqa: E402
 from megatron.rl.data import load_prompts  # noqa: E402
 from megatron.rl.errors import RolloutError  # noqa: E402
 from megatron.rl.rewards.scorer import ExactScorer  # noqa: E402
-from megatron.rl.rollout import HFEngine  # noqa: E402
+from megatron.rl.rollout.hf import HFEngine  # noqa: E402
 from megatron.rl.runner import load_tokenizer  # noqa: E402
 from megatron.rl.types import Sample  # noqa: E402
 from megatron.rl.weights import load_into_hf_model  # noqa: E402

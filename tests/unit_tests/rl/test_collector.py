@@ -11,7 +11,7 @@ from megatron.rl.collector import Collector
 from megatron.rl.config import SamplingConfig
 from megatron.rl.errors import RolloutError
 from megatron.rl.rewards import Scorer
-from megatron.rl.rollout import RolloutEngine
+from megatron.rl.rollout.engine import RolloutEngine
 from megatron.rl.types import Completion, GenerationRequest, Prompt, RewardItem, RewardResult
 from tests.unit_tests.distributed import run_ranks
 

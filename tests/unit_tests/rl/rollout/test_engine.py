@@ -29,7 +29,7 @@ class ScriptedEngine(RolloutEngine):
     def _generate(self, requests):
         yield from self.answers
 
-    def _load(self, tensors):
+    def _load(self, tensors, version):
         self.loaded.append(next(tensors))
         if self.load_error:
             raise self.load_error

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron.rl.config import SamplingConfig
 from megatron.rl.errors import CheckpointError, RolloutError
-from megatron.rl.rollout import HFEngine
+from megatron.rl.rollout.hf import HFEngine
 from megatron.rl.rollout.sampling import draw_tokens, sampled_logprobs
 from megatron.rl.types import GenerationRequest
 from megatron.rl.weights import load_into_hf_model

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from megatron.rl.config import SamplingConfig
-from megatron.rl.rollout import HFEngine
+from megatron.rl.rollout.hf import HFEngine
 from megatron.rl.types import Completion, GenerationRequest
 from megatron.rl.weights import load_into_hf_model
 
