@@ -142,11 +142,13 @@ class HttpEngine(RolloutEngine):
                 raise ServerFault(f"server {client.url}: aborted the request")
             versions = self._versions_of(answer, request, client.url)
             _check_end(answer, request, client.url, self._eos_token_ids)
+            # A greedy token is taken with certainty; servers give what it would have at temperature 1.
+            is_greedy = request.sampling.temperature == 0
             return Completion(
                 request_id=request.request_id,
                 prompt_ids=answer.prompt_ids,
                 token_ids=answer.token_ids,
-                logprobs=answer.logprobs,
+                logprobs=(0.0,) * len(answer.logprobs) if is_greedy else answer.logprobs,
                 finish_reason=answer.finish_reason,
                 versions=versions,
             )

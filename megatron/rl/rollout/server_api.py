@@ -19,7 +19,6 @@ class ServerFacts:
     """What a server says of itself."""
 
     max_length: int  # longest prompt plus response in tokens
-    model: str  # the name that it serves the policy under
 
 
 @dataclass(frozen=True)

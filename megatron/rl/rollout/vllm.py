@@ -25,9 +25,7 @@ class VllmApi(ServerApi):
     async def describe(self, client: JsonClient, timeout_s: float) -> ServerFacts:
         answer = await client.get("/v1/models", timeout_s=timeout_s)
         reader = Reader(f"server {client.url}, /v1/models", answer)
-        return ServerFacts(
-            max_length=int(reader.value("data", 0, "max_model_len")), model=str(reader.value("data", 0, "id"))
-        )
+        return ServerFacts(max_length=int(reader.value("data", 0, "max_model_len")))
 
     async def generate(
         self, client: JsonClient, request: GenerationRequest, eos_token_ids: Collection[int], timeout_s: float

@@ -12,6 +12,8 @@ SERVED_NAME = "policy"
 _CPU_MODULES = Path(__file__).with_name("cpu_modules")
 _CPU_CACHE_GIB = 1
 _CPU_CACHE_TOKENS = 20_000
+# SGLang keeps some positions of its context to itself, and refuses longer prompts.
+_SGLANG_SPARE_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def _sglang_arguments(settings: ServerSettings, port: int) -> list[str]:
         *("-m", "sglang.launch_server"),
         *("--model-path", str(settings.model_dir.resolve()), "--served-model-name", SERVED_NAME),
         *("--host", "127.0.0.1", "--port", str(port)),
-        *("--dtype", settings.dtype, "--context-length", str(settings.max_length)),
+        *("--dtype", settings.dtype, "--context-length", str(settings.max_length + _SGLANG_SPARE_TOKENS)),
         *("--random-seed", str(settings.seed), "--tp-size", str(settings.tensor_parallel_size)),
         "--skip-tokenizer-init",
         *("--sampling-defaults", "openai"),  # generation_config.json would change how is sampled
@@ -99,10 +101,12 @@ def _sglang_arguments(settings: ServerSettings, port: int) -> list[str]:
 
 
 def _sglang_environment(settings: ServerSettings) -> dict[str, str]:
+    # A context longer than the model's by the spare tokens, which are never used.
+    variables = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if not settings.on_cpu:
-        return {}
+        return variables
     path = os.pathsep.join(filter(None, (str(_CPU_MODULES), os.environ.get("PYTHONPATH"))))
-    return {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": path}
+    return variables | {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": path}
 
 
 SERVER_SPECS = {
