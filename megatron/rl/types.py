@@ -6,7 +6,7 @@ from typing import Literal
 from megatron.rl.config import SamplingConfig
 
 FinishReason = Literal["stop", "length", "abort"]
-RewardStatus = Literal["ok", "timeout", "error"]
+RewardStatus = Literal["ok", "unreadable", "timeout", "error"]
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,19 @@ class RewardItem:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A score, and whether it is one: a time-out or an error is told apart from a wrong answer."""
+    """A score, and whether it is one: a time-out or an error is told apart from a wrong answer.
+
+    An unreadable response has a score, 0: it is a wrong answer, and it is counted.
+    """
 
     score: float
     status: RewardStatus = "ok"
-    detail: str = ""  # why there is no score
+    detail: str = ""  # why there is no score, or what cannot be read
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the score says something about the response."""
+        return self.status in ("ok", "unreadable")
 
 
 @dataclass(frozen=True)

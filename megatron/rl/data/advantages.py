@@ -66,8 +66,8 @@ def count_groups(results: Sequence[RewardResult], group_size: int, config: Advan
     return GroupCounts(
         groups=len(groups),
         without_signal=sum(not any(_advantages_of_group(group, config)) for group in groups),
-        incomplete=sum(any(result.status != "ok" for result in group) for group in groups),
-        unscored=sum(result.status != "ok" for result in results),
+        incomplete=sum(any(not result.is_scored for result in group) for group in groups),
+        unscored=sum(not result.is_scored for result in results),
     )
 
 
@@ -85,8 +85,8 @@ def _advantages_of_group(group: Sequence[RewardResult], config: AdvantageConfig)
     if config.unscored not in ("exclude", "zero"):
         raise ConfigError(f'unscored responses: choose "exclude" or "zero" (got {config.unscored!r})')
     # A failed scoring carries no score, whatever number stands in its record.
-    scores = [result.score if result.status == "ok" else 0.0 for result in group]
-    counted = [result.status == "ok" or config.unscored == "zero" for result in group]
+    scores = [result.score if result.is_scored else 0.0 for result in group]
+    counted = [result.is_scored or config.unscored == "zero" for result in group]
     kept = [score for score, counts in zip(scores, counted, strict=True) if counts]
     if len(kept) < 2 or min(kept) == max(kept):
         return [0.0] * len(group)

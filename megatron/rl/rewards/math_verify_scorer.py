@@ -1,38 +1,100 @@
-"""Mathematical equality of a response's final answer with the right one, by math-verify. Runs in the workers."""
+"""Mathematical equality of a response's final answer with the right one. Runs in the workers.
+
+What the answer is, this project decides (:mod:`~megatron.rl.rewards.final_answer`); whether two answers are equal,
+math-verify does, but for its rounding (:mod:`~megatron.rl.rewards.exactness`).
+"""
 
 import functools
 import logging
+from dataclasses import dataclass
 from typing import Any
 
+from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
+
+from megatron.rl.rewards.answer_notation import Reading, read_answer
+from megatron.rl.rewards.exactness import equal_exactly
+from megatron.rl.rewards.final_answer import final_answer
+from megatron.rl.rewards.protocol import UnreadableResponse
 
 # The library warns that its own time-out is off; the worker's deadline stands in for it.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+# It would strip units that are variables (3t becomes 3); ours are gone by then.
+_LATEX = LatexExtractionConfig(
+    normalization_config=NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
+    )
+)
 
 
 class UnusableAnswer(ValueError):
     """The problem's right answer is no mathematics, so nothing can be compared with it."""
 
 
-def score(request: dict[str, Any]) -> float:
-    """1 where math-verify finds the response equal to the answer, else 0.
+@dataclass(frozen=True)
+class _Answer:
+    reading: Reading
+    values: list[Any]  # what math-verify makes of the reading's forms
 
-    From the response math-verify takes what stands in a box, else the last formula or number; a response
-    without any is wrong. The answer may be written in LaTeX or plainly. Raises :class:`UnusableAnswer` where
-    the answer itself cannot be parsed.
+
+def score(request: dict[str, Any]) -> float:
+    """1 where math-verify finds the response's final answer equal to the right one, else 0.
+
+    The right answer may be written in LaTeX or plainly. Raises:
+        UnusableAnswer: the right answer cannot be read.
+        UnreadableResponse: the response states no answer, or one that cannot be read.
     """
-    gold = _parse_answer(request["answer"])
-    return float(verify(gold, parse(request["response"], parsing_timeout=None), timeout_seconds=None))
+    gold = _right_answer(request["answer"])
+    stated = final_answer(request["response"])
+    try:
+        answer = _parsed(stated)
+    except ValueError as error:
+        raise UnreadableResponse(f"its answer {stated[:200]!r} cannot be read: {error}") from None
+    return float(_are_equal(gold, answer))
 
 
 @functools.lru_cache(maxsize=4096)
-def _parse_answer(answer: str) -> list[Any]:
-    # In a box, bare LaTeX is found whole: of a plain "10^{20}" only the 10 would be.
-    boxed, latex = rf"\boxed{{{answer}}}", [LatexExtractionConfig()]
-    if not parse(boxed, latex, fallback_mode="no_fallback", parsing_timeout=None):
-        raise UnusableAnswer(f"the answer {answer!r} is not mathematics")
-    return parse(boxed, latex, parsing_timeout=None)
+def _right_answer(answer: str) -> _Answer:
+    try:
+        return _parsed(answer)
+    except ValueError as error:
+        raise UnusableAnswer(f"the answer {answer!r} is not mathematics ({error})") from None
+
+
+def _parsed(text: str) -> _Answer:
+    """Raises ValueError where no form of ``text`` can be parsed whole."""
+    reading = read_answer(text)
+    values = [value for form in reading.forms for value in _parse_whole(form)]
+    if not values:
+        raise ValueError("no mathematics")
+    return _Answer(reading, values)
+
+
+def _parse_whole(latex: str) -> list[Any]:
+    # first_match: where the formula cannot be parsed, its parts must not be tried.
+    return parse(f"${latex}$", [_LATEX], fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None)
+
+
+def _are_equal(gold: _Answer, answer: _Answer) -> bool:
+    one, other = gold.reading, answer.reading
+    if (one.unit and other.unit and one.unit != other.unit) or (one.base and other.base and one.base != other.base):
+        return False
+    # 10% is right for 10 and for 1/10, but 0.1% is not right for 10%.
+    hundredth = one.percent != other.percent
+    return any(
+        _is_equal(a, b) or (hundredth and _is_equal(_hundredth(a, one.percent), _hundredth(b, other.percent)))
+        for a in gold.values
+        for b in answer.values
+    )
+
+
+def _hundredth(value: Any, percent: bool) -> Any:
+    return value / 100 if percent else value
+
+
+def _is_equal(gold: Any, value: Any) -> bool:
+    return verify(gold, value, timeout_seconds=None) and equal_exactly(gold, value)
 
 
 # The grammar's tables are built on first use; the first response should not pay for them.
-score({"response": r"$\frac{1}{2}$", "answer": "0.5"})
+score({"response": r"The answer is $\frac{1}{2}$.", "answer": "0.5"})

@@ -8,6 +8,10 @@ STARTUP_S = 120.0  # imports from a busy network file system take their time
 _LENGTH = struct.Struct(">I")
 
 
+class UnreadableResponse(Exception):
+    """Raised by a reward function: the response gives no answer that can be read. It scores 0 and is counted."""
+
+
 def encode(message: dict[str, Any]) -> bytes:
     """One message as bytes. ASCII escapes carry any text, also half a surrogate pair."""
     body = json.dumps(message).encode("ascii")

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron.rl.rewards.protocol import STARTUP_S, FrameBuffer, encode
+from megatron.rl.rewards.protocol import STARTUP_S, FrameBuffer, UnreadableResponse, encode
 
 _GRACE_S = 1.0  # the parent ends a late worker at the deadline; the kernel does it this much later
 _MEMORY_BYTES = 4 << 30
@@ -80,6 +80,8 @@ def _load(spec: str) -> tuple[dict[str, Any], Score | None]:
 def _reply(score: Score, request: dict[str, Any]) -> dict[str, Any]:
     try:
         value = float(score(request))
+    except UnreadableResponse as error:
+        return {"score": 0.0, "status": "unreadable", "detail": str(error)[:_DETAIL_CHARACTERS]}
     except Exception as error:
         return {"score": 0.0, "status": "error", "detail": _describe(error)}
     if not math.isfinite(value):

@@ -1,0 +1,201 @@
+"""The many ways to write an answer, made one: LaTeX that math-verify reads whole, and what stood around it."""
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from fractions import Fraction
+
+from megatron.rl.rewards.units import canonical_unit
+
+_SIGNS = str.maketrans(
+    {
+        **dict.fromkeys("−–—‐‑", "-"),
+        **dict.fromkeys("\u00a0\u2009\u202f\u3000\t\r\n", " "),
+        **{sign: f"^{{{digit}}}" for digit, sign in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
+        **{sign: f"_{{{digit}}}" for digit, sign in enumerate("₀₁₂₃₄₅₆₇₈₉")},
+        **{"½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"},
+        **{"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "±": r"\pm ", "∞": r"\infty ", "π": r"\pi "},
+        **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∈": r"\in ", "∪": r"\cup ", "∩": r"\cap "},
+        **{"∅": r"\emptyset ", "°": r"^\circ ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda "},
+    }
+)
+_EMPTY_ARGUMENT = r"\s*\{\s*\}"
+# (pattern, replacement), in order: spacing, styles and synonyms, none of which changes what is meant.
+_REWRITES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"(?<!\\)\\[\[\]()]|(?<!\\)\$|\\\$(?=\s*$)", " "),  # formula delimiters
+        (r"\{,\}|,\\!|,\{\}", ","),
+        (r"\\!|\\(?:displaystyle|textstyle|limits|nolimits|strut|therefore)(?![A-Za-z])", ""),
+        (r"\\[,;:> ]|~|\\(?:q?quad|enspace|thinspace)(?![A-Za-z])|\\[hv]space\*?\{[^{}]*\}", " "),
+        (r"\\(?:big|Big|bigg|Bigg)[lrm]?(?![A-Za-z])", ""),
+        (r"\\color\{[^{}]*\}", ""),
+        (r"\\textcolor\{[^{}]*\}", ""),
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\\lbrace(?![A-Za-z])", r"\\{"),
+        (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (r"\\langle(?![A-Za-z])", "("),
+        (r"\\rangle(?![A-Za-z])", ")"),
+        (r"\\varnothing(?![A-Za-z])|\\text\{\s*(?:empty set|null set)\s*\}", r"\\emptyset "),
+        (r"\\degrees?(?![A-Za-z])", r"^\\circ "),
+        (r"\{\\(?:rm|bf|it|sf)\s+([^{}]*)\}", r"\\text{\1}"),
+        (r"\\(?:mathrm|mathbf|mathit|mathsf|boldsymbol|bm|textbf|textit|textrm|textnormal|mbox|emph)\s*\{", r"\\text{"),
+        (r"\\text\s+\{", r"\\text{"),
+        (r"\\text" + _EMPTY_ARGUMENT, " "),
+        (r"√\s*\(([^()]*)\)|√\s*(\d+|[A-Za-z])", r"\\sqrt{\1\2}"),
+        (r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)|(?<![A-Za-z\\])sqrt\s*(\d+)", r"\\sqrt{\1\2}"),
+        (r"(?<![A-Za-z\\])(pi|infinity|infty)(?![A-Za-z])", lambda m: r"\pi " if m[1] == "pi" else r"\infty "),
+        (r"\*\*", "^"),
+        (r"\*", r"\\cdot "),
+        (r"\^\(([^()]*)\)", r"^{\1}"),
+        (r"\^(-?\d+(?:\.\d+)?)", r"^{\1}"),
+        (r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE]([-+]?\d+)(?![\w.])", r"\1 \\times 10^{\2}"),
+        (r"(\d)\s*[xX]\s*10\s*\^", r"\1 \\times 10^"),
+    )
+]
+_PLAIN_TEXT = re.compile(r"\\text\{([^{}]*)\}")
+_LABEL = re.compile(
+    r"(?:(?:option|choice)\s+)?(?:[(\[]\s*(?P<a>[A-J])\s*[)\]]|(?P<b>[A-J])\s*[).:](?=\s|$)|(?P<c>[A-J])(?=\s*$))"
+    r"\s*[.:]?\s*(?P<value>(?:[\w\\\"'{]|[-.]\d).*|\(.*)?|(?:option|choice)\s+(?P<d>[A-J])(?:\s*[.:]\s*(?P<more>.*))?",
+    re.IGNORECASE,
+)
+_TRIMMED = re.compile(r"^(?:[\s*_\"'`“”.,;:]|\\\\|\\approx(?![A-Za-z]))*(?<![.])|(?:[\s*_\"'`“”.,;:]|\\\\)*$")
+_ENVIRONMENT = re.compile(r"\\(?:begin|end)\{[^{}]*\}")
+_THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?![\d]|,\d)")
+_SPACED_THOUSANDS = re.compile(r"([-+]?)(\d{1,3}(?: \d{3})+)(\.\d+)?")
+_MIXED = re.compile(r"(?<![\d.}])(\d+)(?:\s+|\s*-\s*(?=\d+/\d+$))(\d+)\s*/\s*(\d+)(?![\d.])")
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
+_JUXTAPOSED = re.compile(r"(?:^|[=,(+*/-])\s*\d[\d.]*\s+\d")
+_BASE = re.compile(r"(-?\d+)_\s*(?:\{(?:\\text\{)?\s*(\w+)\s*\}?\}|(\d+))")
+_CASES = re.compile(r"(?:\\left\\\{\s*)?\\begin\{cases\}(.*?)\\end\{cases\}(?:\s*\\right\.)?")
+_CONGRUENCE = re.compile(r"(?:.*?\\equiv\s*)?(.+?)\s*(?:\\pmod|\(?\\[bm]od|\(?\\text\{\s*mod\s*\})\s*\{?\s*(\w+)\s*[})]*")
+_RATIO = re.compile(r"\d+(?:\s*:\s*\d+){2,}")
+_PERCENT = re.compile(r"(?:\\?%|\\text\{\s*(?:\\?%|percent(?:age)?(?: points?)?|pct)\s*\}|\b(?:percent|pct)\b)\s*$")
+_CURRENCY = re.compile(r"^([-+]?)\s*(?:US|CA|A)?(\\\$|\$|€|£|¥|₹|\bRs\.?|\bUSD|\bEUR)\s*(?=[-+\d.\\])", re.IGNORECASE)
+_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?\s*(?:\\text\{\s*)?([CF]?)\s*\}?\s*$")
+_UNIT_TEXT = re.compile(r"((?:\s*(?:/|\\cdot)?\s*\\text\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?)+)\s*$")
+_UNIT_PLAIN = re.compile(r"(?<=[\d})])(\s*[A-Za-z][A-Za-z .\-]*(?:\s*/\s*[A-Za-z]+)?(?:\^\{?\d\}?)?)$")
+_NO_UNIT = re.compile(r"\s*(?:and|or|if|for|when|where|with|to|mod|choose|is|are|times|plus|minus)\b", re.IGNORECASE)
+_WORD = re.compile(r"[A-Za-z]{4,}")
+_FUNCTIONS = {"sqrt", "sinh", "cosh", "tanh", "arcsin", "arccos", "arctan", "infty", "frac", "sech"}
+_SHORT_WORDS = {"yes", "no", "odd", "even", "all", "none", "true", "one", "two", "red", "blue", "on", "am", "pm", "is"}
+_ARTICLES = re.compile(r"\b(?:the|a|an|and)\b")
+_JOINED = re.compile(r",?\s*\\text\{\s*,?\s*(?:and|or)\s*,?\s*\}|,?(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
+_TELLS = re.compile(r"^(?:\\text\{)?[A-Za-z][A-Za-z '()-]*?(?::|=|\bis\b|\bare\b)\s*\}?\s*[:=]?\s*(?=\S)")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an answer says."""
+
+    forms: tuple[str, ...]  # LaTeX; several where the writing leaves open which is meant, as "(A) 5" does
+    percent: bool = False
+    unit: str = ""  # canonical; empty where there is none, or none that is known
+    base: str = ""  # of the number system: 2516_8
+
+
+def read_answer(text: str) -> Reading:
+    """Reads an answer written in LaTeX or plainly.
+
+    Raises ValueError, with a few words of why, where it says nothing that can be compared.
+    """
+    text = _rewritten(text)
+    if not text:
+        raise ValueError("it is empty")
+    label = _LABEL.fullmatch(_without_text(text))
+    if label is not None:
+        letter = next(label[name] for name in "abcd" if label[name]).upper()
+        value = (label["value"] or label["more"] or "").strip()
+        return Reading((rf"\text{{{letter}}}", *(_read_value(value).forms if value else ())))
+    return _read_value(text)
+
+
+def _rewritten(text: str) -> str:
+    text = unicodedata.normalize("NFKC", text.translate(_SIGNS))
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)  # type: ignore[arg-type]
+    text = _PLAIN_TEXT.sub(lambda m: m[0] if re.search(r"[A-Za-z]{2,}|\\", m[1]) else f" {m[1]} ", text)
+    text = _CASES.sub(lambda m: m[1].replace("&", " ").replace(r"\\", ", "), text)
+    text = re.split(r"\\(?:implies|Rightarrow|Longrightarrow)(?![A-Za-z])", text)[-1]
+    return _TRIMMED.sub("", re.sub(r"\s+", " ", text))
+
+
+def _read_value(text: str) -> Reading:
+    told = _TELLS.match(text)
+    if told is not None and _words(told.group()):
+        text = _TRIMMED.sub("", text[told.end() :]) or text
+    if (congruence := _CONGRUENCE.fullmatch(text)) is not None:
+        return Reading((rf"\text{{{re.sub(r'[^\w-]', '', congruence[1])}mod{congruence[2]}}}",))
+    text, percent, unit = _without_unit(text)
+    base = _BASE.fullmatch(text)
+    if base is not None:
+        return Reading((base[1],), base=base[2] or base[3])
+    if _words(text):
+        return Reading((_as_words(text),), unit=unit)
+    if re.fullmatch(r"[A-Za-z]{2,3}", text):
+        forms = (_as_words(text),) if text.lower() in _SHORT_WORDS else (text, _as_words(text))
+        return Reading(forms, unit=unit)
+    return Reading((_as_mathematics(text),), percent, unit)
+
+
+def _without_unit(text: str) -> tuple[str, bool, str]:
+    """The bare value, whether it is a percentage, and its unit's canonical name."""
+    if (currency := _CURRENCY.match(text)) is not None:
+        return _without_unit(currency[1] + text[currency.end() :])[0], False, canonical_unit(currency[2])
+    if (percent := _PERCENT.search(text)) is not None and percent.start() > 0:
+        return text[: percent.start()].strip(), True, ""
+    if (degrees := _DEGREES.search(text)) is not None and degrees.start() > 0:
+        return text[: degrees.start()].strip(), False, canonical_unit(f"degree{degrees[1]}")
+    for pattern in (_UNIT_TEXT, _UNIT_PLAIN):
+        found = pattern.search(text)
+        if found is None or not text[: found.start()].strip():
+            continue
+        written = _without_text(found[1])
+        unit, before = canonical_unit(written), text[: found.start()].strip()
+        is_spaced = found[1][0] in " \\" and len(written.strip()) > 2
+        if not _NO_UNIT.match(written) and (unit or (is_spaced and re.search(r"[\d)}!]$", before))):
+            if len(written.strip()) == 1 and pattern is _UNIT_PLAIN:
+                continue  # 5 m is as well five times m
+            return before, False, unit
+    return text, False, ""
+
+
+def _without_text(text: str) -> str:
+    return re.sub(r"\s+", " ", _PLAIN_TEXT.sub(r" \1 ", text)).strip()
+
+
+def _words(text: str) -> list[str]:
+    """The words of the language, not of mathematics, in ``text``."""
+    bare = _ENVIRONMENT.sub(" ", _JOINED.sub(",", text))
+    inside = [word for content in _PLAIN_TEXT.findall(bare) for word in re.findall(r"[A-Za-z]{2,}", content)]
+    outside = re.sub(r"\\[A-Za-z]+", " ", _PLAIN_TEXT.sub(" ", bare))
+    return inside + [word for word in _WORD.findall(outside) if word not in _FUNCTIONS and not word.isupper()]
+
+
+def _as_words(text: str) -> str:
+    """A name for math-verify to compare: letters and digits, without articles."""
+    plain = _ARTICLES.sub(" ", _without_text(text).lower().replace("n't", " not"))
+    return rf"\text{{{''.join(re.findall(r'[a-z0-9]', plain))}}}"
+
+
+def _as_mathematics(text: str) -> str:
+    text = _JOINED.sub(", ", text)
+    if not re.search(r"[(\[{]", text):
+        text = _THOUSANDS.sub(lambda m: m[1].replace(",", ""), text)
+    if (spaced := _SPACED_THOUSANDS.fullmatch(text)) is not None:
+        text = spaced[1] + spaced[2].replace(" ", "") + (spaced[3] or "")
+    text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    text = _REPEATING.sub(_repeating, text)
+    if _RATIO.fullmatch(text):
+        text = f"({text.replace(':', ',')})"
+    if _JUXTAPOSED.search(text) and not re.search(r"\\frac|\\log|\\binom", text):
+        raise ValueError("numbers stand side by side")
+    return text
+
+
+def _repeating(match: re.Match[str]) -> str:
+    r"""0.1\overline{6} is 1/6."""
+    whole, fixed, period = match.groups()
+    shift = 10 ** len(fixed)
+    value = Fraction(int(whole + fixed or "0"), shift) + Fraction(int(period), (10 ** len(period) - 1) * shift)
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
