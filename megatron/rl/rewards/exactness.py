@@ -97,7 +97,10 @@ def _close(a: Expr, b: Expr, loosely: bool) -> bool:
         return a == b or _is_percentage(a, b)
     left, right = a.evalf(_DIGITS), b.evalf(_DIGITS)
     tolerance = Rational(1, 10 ** (_LEAST_DIGITS if loosely else _DIGITS - 20))
-    return bool(abs(left - right) <= tolerance * max(abs(left), abs(right)))
+    difference = abs(left - right)
+    if not difference.is_comparable:
+        return True  # no number to compare: an infinity, or a sum that sympy does not work out
+    return bool(difference <= tolerance * max(abs(left), abs(right)))
 
 
 def _is_percentage(a: Rational, b: Rational) -> bool:

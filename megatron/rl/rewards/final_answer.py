@@ -4,21 +4,17 @@ In this order: the last complete box; else the last statement that calls itself 
 that states a value. Of a response that thinks in ``<think>`` tags only what follows them counts, if anything does.
 """
 
+import bisect
 import re
-from collections.abc import Iterator
 
+from megatron.rl.rewards.boxes import boxed_answer
 from megatron.rl.rewards.prose import MATH, Span, mask_math, quantities, sentence_end, sentences
 from megatron.rl.rewards.protocol import UnreadableResponse
 
-_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
-_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
-_BARE_BOX = re.compile(r"[^\s{}$.,;]+")
-_PLACEHOLDER = re.compile(r"[\s.…?_]*|\\[lc]?dots|(?:\\text\{)?(?:your |the |final )*answer(?: here)?\}?", re.IGNORECASE)
-# Boxes that a comma, "and" or "or" joins are one answer: \boxed{3} and $x = \boxed{4}$.
-_BOX_LINK = re.compile(
-    r"[\s$]*(?:(?:[,;]|\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)[\s$]*)+(?:[A-Za-z]\w*\s*=\s*)?", re.IGNORECASE
-)
 _EMPHASIS = re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(])|`|(?m:^[ \t]*>[ \t])")
+_SUBJECT_CHARACTERS = 200
+_LOOK_BACK = 20  # characters in which the comma before a clause is looked for
+_NOTHING = re.compile(r"[ \t*_]*")
 _SIGN = rf"(?:[^\w\n{MATH}]|_)"  # markdown around a heading
 _ANCHORS = re.compile(
     rf"""(?P<mark>^[ \t]*\#\#\#\#[ \t]*(?=[-−+\d.$€£¥(\[{{\\{MATH}]|[A-Za-z]+\W*$)(?!\d+[.)][ \t]))
@@ -27,7 +23,11 @@ _ANCHORS = re.compile(
     | \b(?:answers?|correct[ ](?:option|choice|statement)|final[ ](?:result|value|solution))\b
       (?P<of>[^.:=!?\n]{{0,80}}?)
       (?:\b(?:is|are|was|be|equals?|becomes|comes[ ]out[ ]to)\b(?!['’]|[ ]not\b)|[ ]*[:：=→])
+    | ^{_SIGN}*(?:final[ ])?answer[ ]+(?=[-−\d$\\({MATH}])
     | 答案(?:是|为|[:：])
+    | (?P<before>\bis[ ](?:the|our|my)[ ](?:(?:final|correct|right|best)[ ])*(?:answer|option|choice)\b
+            (?![ ]*[:：=]|[ ](?:is|to)\b)
+        | (?<=[A-J])\)?[ ]is[ ](?:correct|right)\b)
     """,
     re.IGNORECASE | re.MULTILINE | re.VERBOSE,
 )
@@ -38,6 +38,8 @@ _FILLER = re.compile(
     r"the (?:number|value|integer|fraction|set|interval|point|pair|matrix|option|choice|letter|expression))\b[,:]?)*",
     re.IGNORECASE,
 )
+_LINE_START = re.compile(r"(?:[\s*_:.#]|[-•]\s)*")
+_ANNOUNCED = re.compile(r"(?:^|\b(?:is|are|equals|by)|[:=])[ \t*_:]*$")
 _NO_ANSWER = re.compile(
     r"(?:not\b|un)?(?:clear|known|correct|right|wrong|incorrect|below|above|given|found|as follows|boxed|complete|"
     r"reasonable|verified|confirmed)\b|not\b",
@@ -45,84 +47,45 @@ _NO_ANSWER = re.compile(
 )
 _WORDS = re.compile(r"[A-Za-z][A-Za-z'’-]*(?:\s+[A-Za-z'’-]+){0,4}\W*")
 _CONCLUSION = re.compile(
-    r"[\W_]*(?:therefore|thus|hence|so|consequently|accordingly|in conclusion|finally|in total|altogether|"
+    r"(?:therefore|thus|hence|so|consequently|accordingly|in conclusion|finally|then|in total|altogether|"
     r"we (?:get|have|find|obtain|conclude)|this (?:gives|yields|means|leaves))\b",
     re.IGNORECASE,
 )
-_COPULA = re.compile(
-    r"\b(?:is|are|was|were|be|equals?|has|have|had|makes?|made|gives?|gets?|got|yields?|costs?|needs?|takes?|sold|earns?|"
-    r"remains?|leaves?|totals?|contains?|obtain|find)\b(?: (?:a total of|exactly|only|equal to|about))?|[=:≈]",
+_ASSUMPTION = re.compile(
+    r"\b(?:let|suppose|assum\w+|if|consider|set|given|since|try|maybe|perhaps|hmm|wait|check|verify|equation)\b",
     re.IGNORECASE,
 )
-_UNIT_WORDS = re.compile(r"(?:[ \t]*(?:[A-Za-z%°][A-Za-z°²³./^]*|\d(?=\W|$))){1,4}(?=\W*$|\s*[,;(])")
+_COPULA = re.compile(
+    r"\b(?:is|are|was|were|be|equals?|has|have|had|makes?|made|gives?|gets?|got|yields?|costs?|needs?|takes?|sold|"
+    r"earns?|remains?|leaves?|totals?|contains?|obtain|find|"
+    r"(?:comes?|amounts?|adds up|evaluates|simplifies|reduces)(?: out)? to)\b(?: (?:a total of|exactly|only|equal to|about))?|[=:≈]",
+    re.IGNORECASE,
+)
+_CHOICE = re.compile(r"\W*\(?[A-J]\)?\W*")
+_UNIT_WORDS = re.compile(
+    r"(?!\s*(?:and|or|because|since|so|as|if|when|where|which|but|for|by|in|is|are)\b)"
+    r"(?:[ \t]*(?:[A-Za-z%°][A-Za-z°²³./^]*|\d(?=\W|$))){1,4}(?=\W*$|\s*[,;(])"
+)
 
 
 def final_answer(response: str) -> str:
     """The final answer's text. Raises :class:`UnreadableResponse` where the response gives none."""
     told = response.rpartition("</think>")[2]
     text = told if told.strip() else response
-    boxed = _boxed(text)
+    boxed = boxed_answer(text)
     return boxed if boxed is not None else _stated(_EMPHASIS.sub("", text.replace(MATH, " ")))
-
-
-def _boxed(text: str) -> str | None:
-    """What stands in the last complete box, with those it is joined to; None where there is no box."""
-    openers = list(_BOX.finditer(text))
-    if not openers:
-        return None
-    ends = _brace_pairs(text)
-    boxes: list[tuple[Span, str]] = []
-    unfinished = False
-    for opener in openers:
-        if boxes and opener.start() < boxes[-1][0].end:
-            continue  # a box in a box
-        span = _inside(text, opener.end(), ends)
-        if span is None:
-            unfinished = True
-        elif not _PLACEHOLDER.fullmatch(text[span.start : span.end].strip()):
-            boxes.append((Span(opener.start(), span.end + 1), _BOX.sub("", text[span.start : span.end])))
-    if not boxes:
-        if unfinished:
-            raise UnreadableResponse("its box is not finished")
-        return None
-    parts = [boxes[-1][1].strip()]
-    for (box, content), (following, _) in zip(reversed(boxes[:-1]), reversed(boxes), strict=False):
-        if not _BOX_LINK.fullmatch(text, box.end, following.start):
-            break
-        if content.strip() not in parts:
-            parts.append(content.strip())
-    return ", ".join(reversed(parts))
-
-
-def _inside(text: str, start: int, ends: dict[int, int]) -> Span | None:
-    """What a box command that ends at ``start`` holds: a group, or as TeX has it without one, the next thing."""
-    if start < len(text) and text[start] == "{":
-        return Span(start + 1, ends[start]) if start in ends else None
-    bare = _BARE_BOX.match(text, start)
-    return None if bare is None else Span(start, bare.end())
-
-
-def _brace_pairs(text: str) -> dict[int, int]:
-    pairs, open_braces = {}, []
-    for match in _BRACES.finditer(text):
-        if match.group() == "{":
-            open_braces.append(match.start())
-        elif match.group() == "}" and open_braces:
-            pairs[open_braces.pop()] = match.start()
-    return pairs
 
 
 def _stated(text: str) -> str:
     masked = mask_math(text)
-    partial = -1  # where the last answer to a part of the question begins
     for anchor in reversed(list(_ANCHORS.finditer(masked))):
         if anchor["of"] and _PART.search(anchor["of"]):
-            partial = max(partial, anchor.start())
             continue
         found = _after(text, masked, anchor)
         if found is not None:
             return found
-    found = _last_sentence(text, masked)
+    alone = text.strip(" \t\r\n*_.\"'")
+    found = alone if _WORDS.fullmatch(alone) or _CHOICE.fullmatch(alone) else _last_sentence(text, masked)
     if found is None:
         raise UnreadableResponse("it states no final answer")
     return found
@@ -131,16 +94,31 @@ def _stated(text: str) -> str:
 def _after(text: str, masked: str, anchor: re.Match[str]) -> str | None:
     """The answer that ``anchor`` announces; None where no answer follows it."""
     if anchor["tag"]:
-        return text[anchor.end() :].partition("</answer>")[0].strip()
+        return _tagged(text[anchor.end() :].partition("</answer>")[0].strip())
+    if anchor["before"]:
+        return _before(text, masked, anchor.start())
     start = anchor.end()
     end = sentence_end(masked, start)
-    if not masked[start:end].strip(" \t*_:"):  # the answer has a line of its own
-        while start < len(masked) and masked[start] in " \t\r\n*_:.#":
-            start += 1
+    if _ANNOUNCED.search(masked[start:end]):  # the answer has a line of its own
+        start = _LINE_START.match(masked, end).end()  # type: ignore[union-attr]
         end = sentence_end(masked, start)
         if start >= len(masked):
             raise UnreadableResponse("it ends before its final answer")
     return _value(text, masked, Span(start, end))
+
+
+def _tagged(content: str) -> str:
+    try:
+        return _stated(content)
+    except UnreadableResponse:
+        return content
+
+
+def _before(text: str, masked: str, end: int) -> str | None:
+    """The subject of "... is the answer"."""
+    found = quantities(masked, end - _SUBJECT_CHARACTERS if end > _SUBJECT_CHARACTERS else 0, end)
+    adjacent = found and not masked[found[-1].end : end].strip(" \t*_)\"'”")
+    return text[found[-1].start : found[-1].end] if adjacent else None
 
 
 def _value(text: str, masked: str, span: Span) -> str | None:
@@ -159,8 +137,9 @@ def _value(text: str, masked: str, span: Span) -> str | None:
 
 
 def _is_value(masked: str, quantity: Span, end: int) -> bool:
-    """A number or a formula; symbols alone only where nothing else follows: ``x + y``, ``B``, not ``a dog``."""
-    return _has_number(masked, quantity) or not masked[quantity.end : end].strip(" \t*_.)\"'”")
+    """A number or a formula; symbols alone only where the clause ends with them: ``x + y``, ``B``, not ``a dog``."""
+    rest = masked[quantity.end : end].strip(" \t*_.)\"'”,")
+    return _has_number(masked, quantity) or not rest or re.match(r"(?:because|since)\b", rest) is not None
 
 
 def _has_number(masked: str, quantity: Span) -> bool:
@@ -175,33 +154,50 @@ def _with_unit(text: str, masked: str, quantity: Span, end: int) -> str:
 def _last_sentence(text: str, masked: str) -> str | None:
     """The value in the last sentence that has one, if it states it rather than mentions it."""
     for span in sentences(masked):
-        concludes = _CONCLUSION.match(masked, span.start, span.end) is not None
+        clause = _concluding_clause(masked, span)
+        concludes, span = clause is not None, clause or span
         numbers = [q for q in quantities(masked, span.start, span.end) if _has_number(masked, q)]
         if concludes or numbers:
             return _conclusion(text, masked, span, numbers, concludes)
     return None
 
 
+def _concluding_clause(masked: str, span: Span) -> Span | None:
+    """From the last "so" or its like at the beginning of the sentence or of a clause: ``..., so it is 5``."""
+    for match in reversed(list(_CONCLUSION.finditer(masked, span.start, span.end))):
+        start = max(span.start, match.start() - _LOOK_BACK)
+        before = masked[start : match.start()].strip(" \t*_-")
+        if before.endswith((",", ";")) or (not before and start == span.start):
+            return Span(match.start(), span.end)
+    return None
+
+
 def _conclusion(text: str, masked: str, span: Span, numbers: list[Span], concludes: bool) -> str | None:
-    for copula in reversed(list(_copulas(masked, span))):
-        following = [q for q in numbers if q.start >= copula and not masked[copula : q.start].strip(" \t*_")]
-        if following and (concludes or _ends_sentence(masked, following[0], span.end)):
-            return _with_unit(text, masked, following[0], span.end)
-    if numbers and (concludes or _is_alone(masked, numbers, span)):
+    starts = [quantity.start for quantity in numbers]
+    for copula in reversed(list(_COPULA.finditer(masked, span.start, span.end))):
+        place = bisect.bisect_left(starts, copula.end())
+        if place == len(numbers) or not _NOTHING.fullmatch(masked, copula.end(), starts[place]):
+            continue
+        if concludes or _ends_sentence(masked, numbers[place], span.end):
+            return _with_unit(text, masked, numbers[place], span.end)
+    if numbers and (concludes or _is_alone(masked, numbers, span) or _is_computed(text, masked, numbers[-1], span)):
         return _with_unit(text, masked, numbers[-1], span.end)
     return None
 
 
-def _copulas(masked: str, span: Span) -> Iterator[int]:
-    return (match.end() for match in _COPULA.finditer(masked, span.start, span.end))
-
-
 def _ends_sentence(masked: str, quantity: Span, end: int) -> bool:
     """No clause follows the quantity; a few words can be its unit."""
-    return re.fullmatch(r"(?:\s*[\w°%/²³-]+){0,4}\W*", masked[quantity.end : end]) is not None
+    rest = masked[quantity.end : end]
+    return re.fullmatch(r"(?:\s*[\w°%/²³-]+){0,4}(?:,\s*(?:which|as|where)\b.*|\W*)", rest) is not None
 
 
 def _is_alone(masked: str, numbers: list[Span], span: Span) -> bool:
     """The sentence is one quantity, with at most a unit."""
     before = masked[span.start : numbers[0].start].strip(" \t\r\n*_#-•\"'“(")
     return len(numbers) == 1 and not before and _ends_sentence(masked, numbers[0], span.end)
+
+
+def _is_computed(text: str, masked: str, quantity: Span, span: Span) -> bool:
+    """The sentence ends in an equation, and it is none that it assumes."""
+    assumes = _ASSUMPTION.search(masked, span.start, span.end)
+    return "=" in text[quantity.start : quantity.end] and assumes is None and _ends_sentence(masked, quantity, span.end)

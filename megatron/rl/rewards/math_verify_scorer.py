@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
+from latex2sympy2_extended.sets import FiniteSet
 from math_verify import LatexExtractionConfig, parse, verify
+from sympy import Expr
 
 from megatron.rl.rewards.answer_notation import Reading, read_answer
 from megatron.rl.rewards.exactness import equal_exactly
 from megatron.rl.rewards.final_answer import final_answer
 from megatron.rl.rewards.protocol import UnreadableResponse
+from megatron.rl.rewards.units import same_unit
 
 # The library warns that its own time-out is off; the worker's deadline stands in for it.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -64,7 +67,7 @@ def _right_answer(answer: str) -> _Answer:
 def _parsed(text: str) -> _Answer:
     """Raises ValueError where no form of ``text`` can be parsed whole."""
     reading = read_answer(text)
-    values = [value for form in reading.forms for value in _parse_whole(form)]
+    values = [_without_repetition(value) for form in reading.forms for value in _parse_whole(form)]
     if not values:
         raise ValueError("no mathematics")
     return _Answer(reading, values)
@@ -72,24 +75,33 @@ def _parsed(text: str) -> _Answer:
 
 def _parse_whole(latex: str) -> list[Any]:
     # first_match: where the formula cannot be parsed, its parts must not be tried.
-    return parse(f"${latex}$", [_LATEX], fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None)
+    return parse(
+        f"${latex}$", [_LATEX], fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None
+    )
+
+
+def _without_repetition(value: Any) -> Any:
+    """One value said in several ways, as in "3/4, or 75%", is one value."""
+    if isinstance(value, FiniteSet) and len(value.args) > 1:
+        first, *others = value.args
+        if all(_is_equal(first, other) for other in others):
+            return first
+    return value
 
 
 def _are_equal(gold: _Answer, answer: _Answer) -> bool:
     one, other = gold.reading, answer.reading
-    if (one.unit and other.unit and one.unit != other.unit) or (one.base and other.base and one.base != other.base):
+    if not same_unit(one.unit, other.unit) or (one.base and other.base and one.base != other.base):
         return False
     # 10% is right for 10 and for 1/10, but 0.1% is not right for 10%.
-    hundredth = one.percent != other.percent
-    return any(
-        _is_equal(a, b) or (hundredth and _is_equal(_hundredth(a, one.percent), _hundredth(b, other.percent)))
-        for a in gold.values
-        for b in answer.values
-    )
+    pairs = [(a, b) for a in gold.values for b in answer.values]
+    if one.percent != other.percent:
+        pairs += [(_hundredth(a, one.percent), _hundredth(b, other.percent)) for a, b in pairs]
+    return any(_is_equal(a, b) for a, b in pairs)
 
 
 def _hundredth(value: Any, percent: bool) -> Any:
-    return value / 100 if percent else value
+    return value / 100 if percent and isinstance(value, Expr) else value
 
 
 def _is_equal(gold: Any, value: Any) -> bool:

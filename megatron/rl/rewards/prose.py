@@ -18,13 +18,13 @@ _QUANTITY = re.compile(
     | \\[A-Za-z]+ | \\[^A-Za-z\s]
     | \d+(?:[.,]\d+)*(?:[eE][-+−]?\d+)? | \.\d+
     | (?<![A-Za-z]){_FUNCTIONS}(?![A-Za-z])
-    | (?![aAI]\s+[A-Za-z\d{MATH}])(?<![A-Za-z'’])[A-Za-z](?![A-Za-z'’])
+    | (?![aAI]\s+(?!because|since)[A-Za-z\d{MATH}])(?<![A-Za-z'’])[A-Za-z](?![A-Za-z'’])
     | [-+*/^=<>≤≥≠≈≡±×÷·⋅√∛π∞°%|!(){{}}\[\]_,:;~∪∩∈∅−–¼½¾⅓⅔²³$€£¥₹θα-ω]
     )[ \t]*)+""",
     re.VERBOSE,
 )
 _LEADING_NOISE = re.compile(r"[\s,:;=!)\]}_*/]+")
-_TRAILING_NOISE = re.compile(r"[\s,:;=+*/^<>(\[{$−–-]+$")
+_TRAILING_NOISE = " \t\r\n,:;=+*/^<>([{$−–-"
 _LINK = re.compile(r"\s*(?:[a-z]{3,}\s+)?(?:,\s*)?(?:and|or)\s+|\s*[,;]\s+", re.IGNORECASE)
 
 
@@ -119,10 +119,7 @@ def _trimmed(masked: str, start: int, end: int) -> Span | None:
     """Without punctuation and open brackets at the ends; None where no number, formula or symbol is left."""
     if (lead := _LEADING_NOISE.match(masked, start, end)) is not None:
         start = lead.end()
-    piece = masked[start:end]
-    while (trail := _TRAILING_NOISE.search(piece)) is not None:
-        piece = piece[: trail.start()]
-    for opening, closing in ("()", "[]", "{}"):
-        if piece.endswith(closing) and not re.search(rf"[{re.escape('([{')}]", piece):
-            piece = piece.rstrip(closing).rstrip()
+    piece = masked[start:end].rstrip(_TRAILING_NOISE)
+    if not any(bracket in piece for bracket in "([{"):
+        piece = piece.rstrip(")]} \t")
     return Span(start, start + len(piece)) if re.search(rf"[\d{MATH}\\π∞∅½¼¾⅓⅔A-Za-zθα-ω]", piece) else None

@@ -65,4 +65,10 @@ def canonical_unit(written: str) -> str:
                 return ""
             parts += [name, power] if power else [name]
             power = ""
-    return " ".join(parts)
+    joined = " ".join(parts)
+    return {"mi / h": "mph", "km / h": "kmh"}.get(joined, joined)
+
+
+def same_unit(one: str, other: str) -> bool:
+    """Whether two canonical names can mean one unit; "" can mean any, and a degree is of angle or temperature."""
+    return not one or not other or one == other or {one, other} in ({"deg", "degc"}, {"deg", "degf"})
