@@ -56,9 +56,10 @@ _ASSUMPTION = re.compile(
     re.IGNORECASE,
 )
 _COPULA = re.compile(
-    r"\b(?:is|are|was|were|be|equals?|has|have|had|makes?|made|gives?|gets?|got|yields?|costs?|needs?|takes?|sold|"
+    r"(?:\b(?:is|are|was|were|be|equals?|has|have|had|makes?|made|gives?|gets?|got|yields?|costs?|needs?|takes?|sold|"
     r"earns?|remains?|leaves?|totals?|contains?|obtain|find|"
-    r"(?:comes?|amounts?|adds up|evaluates|simplifies|reduces)(?: out)? to)\b(?: (?:a total of|exactly|only|equal to|about))?|[=:≈]",
+    r"(?:comes?|amounts?|adds up|evaluates|simplifies|reduces)(?: out)? to)\b|(?<=\b[Ii]t)['’]s\b)"
+    r"(?: (?:a total of|exactly|only|equal to|about))?|[=:≈]",
     re.IGNORECASE,
 )
 _CHOICE = re.compile(r"\W*\(?[A-J]\)?\W*")
@@ -99,7 +100,7 @@ def _after(text: str, masked: str, anchor: re.Match[str]) -> str | None:
         return _before(text, masked, anchor.start())
     start = anchor.end()
     end = sentence_end(masked, start)
-    if _ANNOUNCED.search(masked[start:end]):  # the answer has a line of its own
+    if _ANNOUNCED.search(masked[start:end]) and not quantities(masked, start, end):  # the answer has a line of its own
         start = _LINE_START.match(masked, end).end()  # type: ignore[union-attr]
         end = sentence_end(masked, start)
         if start >= len(masked):
@@ -143,7 +144,7 @@ def _is_value(masked: str, quantity: Span, end: int) -> bool:
 
 
 def _has_number(masked: str, quantity: Span) -> bool:
-    return re.search(rf"[\d{MATH}\\π∞∅½¼¾⅓⅔]", masked[quantity.start : quantity.end]) is not None
+    return re.search(rf"[\d{MATH}\\π∞∅½¼¾⅓⅔⁰¹²³⁴-⁹₀-₉ℝℤℕℚℂ]", masked[quantity.start : quantity.end]) is not None
 
 
 def _with_unit(text: str, masked: str, quantity: Span, end: int) -> str:

@@ -19,7 +19,7 @@ _QUANTITY = re.compile(
     | \d+(?:[.,]\d+)*(?:[eE][-+−]?\d+)? | \.\d+
     | (?<![A-Za-z]){_FUNCTIONS}(?![A-Za-z])
     | (?![aAI]\s+(?!because|since)[A-Za-z\d{MATH}])(?<![A-Za-z'’])[A-Za-z](?![A-Za-z'’])
-    | [-+*/^=<>≤≥≠≈≡±×÷·⋅√∛π∞°%|!(){{}}\[\]_,:;~∪∩∈∅−–¼½¾⅓⅔²³$€£¥₹θα-ω]
+    | [-+*/^=<>≤≥≠≈≡±×÷·⋅√∛π∞°%|!(){{}}\[\]_,:;~∪∩∈∅−–¼½¾⅓⅔⁻⁰¹²³⁴-⁹₀-₉ℝℤℕℚℂ$€£¥₹θα-ω]
     )[ \t]*)+""",
     re.VERBOSE,
 )
@@ -122,4 +122,4 @@ def _trimmed(masked: str, start: int, end: int) -> Span | None:
     piece = masked[start:end].rstrip(_TRAILING_NOISE)
     if not any(bracket in piece for bracket in "([{"):
         piece = piece.rstrip(")]} \t")
-    return Span(start, start + len(piece)) if re.search(rf"[\d{MATH}\\π∞∅½¼¾⅓⅔A-Za-zθα-ω]", piece) else None
+    return Span(start, start + len(piece)) if re.search(rf"[\d{MATH}\\π∞∅½¼¾⅓⅔ℝℤℕℚℂA-Za-zθα-ω]", piece) else None
