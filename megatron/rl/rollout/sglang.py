@@ -12,7 +12,10 @@ from megatron.rl.types import GenerationRequest
 
 
 class SglangApi(ServerApi):
-    """Seeds count where the server runs with ``--enable-deterministic-inference``.
+    """Seeds count where the server runs with ``--enable-deterministic-inference``, which CPUs have not.
+
+    With top-k and top-p together, SGLang keeps the tokens that either would keep of the whole distribution; the other
+    engines apply top-p to what top-k left. Its log-probabilities are those of what it keeps.
 
     Args:
         vocab_size: of the policy. SGLang gives the exact probabilities of truncated sampling for a finite top-k only,

@@ -48,7 +48,7 @@ class ServerProcess:
         port: int,
         health_path: str,
         log_path: Path,
-        grace_s: float = 10.0,
+        grace_s: float = 5.0,
     ) -> None:
         self.url = f"http://{_HOST}:{port}"
         self._name = name
