@@ -94,7 +94,10 @@ _JUXTAPOSED = re.compile(r"(?:^|[=,(+*/-])\s*\d[\d.]*\s+\d")
 _BASE = re.compile(r"(-?\d+)_\s*(?:\{(?:\\text\{)?\s*(\w+)\s*\}?\}|(\d+))")
 # The k of 2k\pi, k \in \mathbb{Z} is any integer by itself.
 _RANGE = re.compile(r",\s*(?:\\text\{\s*(?:where|for|with)\s*\})?\s*[a-z]\s*\\in\s*\\mathbb\s*\{?[ZNQR]\}?\s*$")
-_CASES = re.compile(r"(?:\\left\\\{\s*)?\\begin\{cases\}(.*?)\\end\{cases\}(?:\s*\\right\.)?")
+_LINES = re.compile(
+    r"(?:\\left\\\{\s*)?\\begin\{(?P<name>cases|aligned|align\*?|equation\*?|gather\*?|split)\}(?P<rows>.*?)"
+    r"\\end\{(?P=name)\}(?:\s*\\right\.)?"
+)
 _CONGRUENCE = re.compile(
     r"(?:.*?\\equiv\s*)?(.+?)\s*(?:\\pmod|\(?\\[bm]od|\(?\\text\{\s*mod\s*\})\s*\{?\s*(\w+)\s*[})]*"
 )
@@ -104,7 +107,7 @@ _CURRENCY = re.compile(r"^([-+]?)\s*(?:US|CA|A)?(\\\$|\$|€|£|¥|₹|\bRs\.?|\
 _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?\s*(?:\\text\{\s*)?([CF]?)\s*\}?\s*$")
 _UNIT_TEXT = re.compile(r"((?:\s*(?:/|\\cdot)?\s*\\text\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?)+)\s*$")
 _UNIT_PLAIN = re.compile(
-    r"(?:(?<=[\d})])|(?<=\\pi)(?= ))(\s*[A-Za-z][A-Za-z .\-]*(?:\s*/\s*[A-Za-z]+)?(?:\^\{?\d\}?)?)$"
+    r"(?:(?<=[\d})%])|(?<=\\pi)(?= ))(\s*[A-Za-z][A-Za-z .\-]*(?:\s*/\s*[A-Za-z]+)?(?:\^\{?\d\}?)?)$"
 )
 _NO_UNIT = re.compile(
     r"\s*(?:and|or|if|for|when|where|with|to|mod|choose|is|are|plus|minus|squared|cubed|factorial|halves|thirds|"
@@ -159,7 +162,7 @@ def _rewritten(text: str) -> str:
     text = _PLAIN_TEXT.sub(lambda m: m[0] if re.search(r"[A-Za-z]{2,}|\\", m[1]) else f" {m[1]} ", text)
     text = _NUMERAL.sub(_numeral, text)
     text = _RANGE.sub("", text)
-    text = _CASES.sub(lambda m: m[1].replace("&", " ").replace(r"\\", ", "), text)
+    text = _LINES.sub(_one_line, text)
     text = re.split(r"\\(?:implies|Rightarrow|Longrightarrow)(?![A-Za-z])", text)[-1]
     return _trimmed(re.sub(r"\s+", " ", text))
 
@@ -180,6 +183,8 @@ def _read_value(text: str) -> Reading:
     if (congruence := _CONGRUENCE.fullmatch(text)) is not None:
         return Reading((rf"\text{{{re.sub(r'[^\w-]', '', congruence[1])}mod{congruence[2]}}}",))
     text, percent, unit = _without_unit(text)
+    if _LIST.search(text):
+        text = _PLAIN_TEXT.sub(lambda m: "" if canonical_unit(m[1]) else m[0], text)
     base = _BASE.fullmatch(text)
     if base is not None:
         return Reading((base[1],), base=base[2] or base[3])
@@ -254,6 +259,14 @@ def _as_mathematics(text: str) -> str:
     if _JUXTAPOSED.search(text) and not re.search(r"\\frac|\\log|\\binom", text):
         raise ValueError("numbers stand side by side")
     return text
+
+
+def _one_line(match: re.Match[str]) -> str:
+    """The lines of a system of equations as a list; of a calculation, which goes on with "=", the last value."""
+    rows = [row for row in (row.replace("&", " ").strip() for row in match["rows"].split(r"\\")) if row]
+    if any(row.startswith("=") for row in rows):
+        return rows[-1].rpartition("=")[2]
+    return ", ".join(row.rstrip(".,;") for row in rows)
 
 
 def _numeral(match: re.Match[str]) -> str:

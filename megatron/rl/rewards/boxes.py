@@ -5,9 +5,9 @@ import re
 from megatron.rl.rewards.prose import Span
 from megatron.rl.rewards.protocol import UnreadableResponse
 
-_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
+_BOX = re.compile(r"(?:\\(?:boxed|fbox|framebox)(?![A-Za-z])|(?<![A-Za-z\\])boxed(?=\{))\s*")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
-_BARE_BOX = re.compile(r"[^\s{}$.,;]+")
+_BARE_BOX = re.compile(r"[^\s{}$,;]+")
 _PLACEHOLDER = re.compile(
     r"[\s.…?_]*|\\[lc]?dots|(?:\\text\{)?(?:your |the |final )*answer(?: here)?\}?", re.IGNORECASE
 )

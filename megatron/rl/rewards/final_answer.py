@@ -18,16 +18,16 @@ _NOTHING = re.compile(r"[ \t*_]*")
 _SIGN = rf"(?:[^\w\n{MATH}]|_)"  # markdown around a heading
 _ANCHORS = re.compile(
     rf"""(?P<mark>^[ \t]*\#\#\#\#[ \t]*(?=[-−+\d.$€£¥(\[{{\\{MATH}]|[A-Za-z]+\W*$)(?!\d+[.)][ \t]))
-    | (?P<tag><answer>)
+    | (?P<tag><(?:final[_ ])?answer>)
     | (?P<heading>^{_SIGN}*(?:the[ ])?(?:final[ ])?answer{_SIGN}*$)
-    | \b(?:answers?|correct[ ](?:option|choice|statement)|final[ ](?:result|value|solution))\b
+    | \b(?:ans(?:wers?)?|correct[ ](?:option|choice|statement)|final[ ](?:result|value|solution))\b
       (?P<of>[^.:=!?\n]{{0,80}}?)
       (?:\b(?:is|are|was|be|equals?|becomes|comes[ ]out[ ]to)\b(?!['’]|[ ]not\b)|[ ]*[:：=→])
     | ^{_SIGN}*(?:final[ ])?answer[ ]+(?=[-−\d$\\({MATH}])
     | 答案(?:是|为|[:：])
     | (?P<before>\bis[ ](?:the|our|my)[ ](?:(?:final|correct|right|best)[ ])*(?:answer|option|choice)\b
             (?![ ]*[:：=]|[ ](?:is|to)\b)
-        | (?<=[A-J])\)?[ ]is[ ](?:correct|right)\b)
+        | (?:(?<=[A-J])|(?<=[A-J]\)))[ ]is[ ](?:correct|right)\b)
     """,
     re.IGNORECASE | re.MULTILINE | re.VERBOSE,
 )
@@ -59,7 +59,7 @@ _COPULA = re.compile(
     r"(?:\b(?:is|are|was|were|be|equals?|has|have|had|makes?|made|gives?|gets?|got|yields?|costs?|needs?|takes?|sold|"
     r"earns?|remains?|leaves?|totals?|contains?|obtain|find|"
     r"(?:comes?|amounts?|adds up|evaluates|simplifies|reduces)(?: out)? to)\b|(?<=\b[Ii]t)['’]s\b)"
-    r"(?: (?:a total of|exactly|only|equal to|about))?|[=:≈]",
+    r"(?: (?:a total of|exactly|only|equal to|about|them|him|her|us|it))?|[=:≈]",
     re.IGNORECASE,
 )
 _CHOICE = re.compile(r"\W*\(?[A-J]\)?\W*")
@@ -95,7 +95,7 @@ def _stated(text: str) -> str:
 def _after(text: str, masked: str, anchor: re.Match[str]) -> str | None:
     """The answer that ``anchor`` announces; None where no answer follows it."""
     if anchor["tag"]:
-        return _tagged(text[anchor.end() :].partition("</answer>")[0].strip())
+        return _tagged(text[anchor.end() :].partition("</")[0].strip())
     if anchor["before"]:
         return _before(text, masked, anchor.start())
     start = anchor.end()
@@ -134,7 +134,7 @@ def _value(text: str, masked: str, span: Span) -> str | None:
     if _WORDS.fullmatch(masked, start, span.end):
         return text[start : span.end].strip()
     numbers = [quantity for quantity in found if _has_number(masked, quantity)]
-    return _with_unit(text, masked, numbers[-1], span.end) if numbers else None
+    return _conclusion(text, masked, Span(start, span.end), numbers, concludes=True)
 
 
 def _is_value(masked: str, quantity: Span, end: int) -> bool:
