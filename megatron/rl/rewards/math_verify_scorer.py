@@ -77,7 +77,7 @@ def _parsed(text: str) -> _Answer:
 
 def _parse_whole(latex: str) -> list[Any]:
     if _NUMBER.fullmatch(latex):
-        return [Float(latex) if "." in latex else Integer(latex)]  # as the grammar has it, which takes a hundred times as long
+        return [Float(latex) if "." in latex else Integer(latex)]  # a hundredth of the grammar's time
     # first_match: where the formula cannot be parsed, its parts must not be tried.
     return parse(
         f"${latex}$", [_LATEX], fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None
