@@ -29,6 +29,7 @@ _FOREIGN = {
     "num_kv_shared_layers": "each layer must have its own keys and values",
     "fusion_config": "leave it out",
 }
+_OUTPUTS = {"return_dict": True, "output_attentions": False}  # with others, the model cannot sample
 
 
 def megatron_arguments_from_hf(config: "PretrainedConfig") -> dict[str, object]:
@@ -126,6 +127,9 @@ def _refuse_unsupported(config: "PretrainedConfig") -> None:
         if value is not None:
             method = value.get("quant_method") if isinstance(value, dict) else None
             raise _refuse(config, name, method or value, need)
+    for name, needed in _OUTPUTS.items():
+        if bool(getattr(config, name)) is not needed:
+            raise _refuse(config, name, getattr(config, name), "leave it out")
     if config.hidden_act not in _SILU:
         raise _refuse(config, "hidden_act", config.hidden_act, "the gated MLP uses silu")
     for name in ("attention_bias", "mlp_bias"):

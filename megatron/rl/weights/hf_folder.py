@@ -13,11 +13,13 @@ from megatron.rl.weights.hf_config import check_model_type, megatron_arguments_f
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Keys that an export could not follow: they send transformers to other files, or make layers differ.
+# Keys that send transformers to other files, make layers differ, or go before what the engine asks for.
 _REFUSED_KEYS = {
     "configuration_files": "keep one config.json",
     "transformers_weights": "keep the weights in model.safetensors, or in shards with their index",
     "per_layer_config": "all layers must be alike",
+    "_attn_implementation": "leave it out",
+    "_experts_implementation": "leave it out",
 }
 _ADAPTER = "adapter_config.json"
 
@@ -102,8 +104,10 @@ def _check_model(path: Path, config: "PretrainedConfig") -> None:
     from transformers import AutoModelForCausalLM
 
     try:
-        with torch.device("meta"):
-            AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+        with torch.device("meta"):  # an attention that the file asks for is not the engine's either
+            AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
+            )
     except Exception as error:  # as above
         raise ConfigError(f"{path}: transformers cannot build a model from it: {_one_line(error)}") from error
 

@@ -19,6 +19,7 @@ _COPIED = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "additional_chat_templates/*",
     "vocab.*",
     "merges.txt",
     "*.model",
@@ -95,7 +96,9 @@ def _write(out: Path, tensors: Iterable[tuple[str, torch.Tensor]], source: Path,
         for pattern in _COPIED:
             for path in sorted(source.glob(pattern)):
                 if path.is_file():
-                    shutil.copyfile(path, partial / path.name)
+                    target = partial / path.relative_to(source)
+                    target.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(path, target)
         _replace(out, partial)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -124,6 +124,14 @@ def test_values_of_a_hub_config(tmp_path):
         ("llama", {"transformers_weights": "a.safetensors"}, "transformers_weights 'a.safetensors' is not supported"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config 'fp8' is not supported"),
         ("llama", {"quantization_config": {}}, "quantization_config .. is not supported"),
+        (
+            "llama",
+            {"_attn_implementation": "flash_attention_2"},
+            "_attn_implementation 'flash_attention_2' is not",
+        ),
+        ("qwen3-moe", {"_experts_implementation": "eager"}, "_experts_implementation 'eager' is not supported"),
+        ("llama", {"return_dict": False}, "return_dict False is not supported; leave it out"),
+        ("llama", {"output_attentions": True}, "output_attentions True is not supported; leave it out"),
         ("llama", {"pad_token_id": tiny.VOCAB}, f"pad_token_id {tiny.VOCAB} .* below vocab_size {tiny.VOCAB}"),
         ("qwen3", {"num_hidden_layers": 0, "layer_types": ...}, "num_hidden_layers must be a whole number"),
         ("qwen3", {"num_hidden_layers": None, "layer_types": ...}, "NoneType"),
@@ -190,6 +198,11 @@ def test_a_rotary_type_that_cannot_be_trained_is_named(write, name, rope_type, o
 )
 def test_rotary_values_that_cannot_be_trained_are_named(write, changes, message):
     _refused(write("qwen3", **changes), message)
+
+
+def test_an_attention_that_the_engine_replaces_is_not_asked_for(write):
+    """``transformers`` lets the caller's choice go before the file's, and the engine makes one."""
+    assert read_hf_config(write("qwen3", attn_implementation="flash_attention_2")).model_type == "qwen3"
 
 
 def test_a_folder_without_config(tmp_path):

@@ -85,6 +85,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "quantization_config": None,
             "sliding_window": None,
             "temperature": 0.3,
+            "output_hidden_states": True,
+            "_attn_implementation_autoset": True,
         },
     ),
     "qwen2, all that has a default left out": (

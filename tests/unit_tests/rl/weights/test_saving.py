@@ -20,6 +20,8 @@ def source(tmp_path):
     tiny.save_hf(NAME, folder, torch.bfloat16)
     for file in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja", "README.md"):
         (folder / file).write_text(file)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     (folder / "generation_config.json").write_text('{"eos_token_id": 7}')
     return folder
 
@@ -59,6 +61,7 @@ def test_transformers_loads_it(source, tmp_path, shard_bytes, files):
         assert all((out / shard).stat().st_size < limit + 10_000 for shard in shards)
     assert (out / "tokenizer.json").read_text() == "tokenizer.json"
     assert (out / "chat_template.jinja").exists()
+    assert (out / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
     assert not (out / "README.md").exists(), "the source's model card describes other weights"
     assert [path.name for path in out.parent.iterdir()] == ["export"], "nothing unfinished may be left"
 
