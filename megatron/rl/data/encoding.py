@@ -18,7 +18,7 @@ class Tokenizer(Protocol):
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
-        """Added tokens by id; each says by ``special`` whether it is a control token."""
+        """Added tokens by id, each with its ``content``; ``special`` says whether it is a control token."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Text to token ids."""
@@ -50,7 +50,8 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._always_chat = always_chat
-        self._special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        added = tokenizer.added_tokens_decoder.values()
+        self._special = tuple(token.content for token in added if token.special and token.content)
         self.unended = 0  # prompts that went without the tokenizer's own end
 
     def __call__(self, record: Record) -> tuple[str, tuple[int, ...]]:
@@ -83,16 +84,19 @@ class PromptEncoder:
         return bare if bare[:before] == prefix else prefix + bare
 
     def _messages(self, record: Record) -> Messages:
-        prompt = record.prompt
-        if not isinstance(prompt, str):
-            return prompt
-        start = self._tokenizer.encode(prompt, add_special_tokens=False)[:1]
-        if self._special.intersection(start):
-            raise DataError(
-                f"{record.place}: the prompt starts with the special token {self._spelling(start[0])}, so it has been "
-                "through a chat template already; leave --apply-chat-template out"
-            )
-        return [{"role": "user", "content": prompt}]
+        if isinstance(record.prompt, str):
+            messages, remedy = [{"role": "user", "content": record.prompt}], "leave --apply-chat-template out"
+        else:
+            messages, remedy = record.prompt, "make it the prompt itself instead of a message"
+        for message in messages:
+            begins = (token for token in self._special if message["content"].lstrip().startswith(token))
+            token = next(begins, None)
+            if token is not None and message["role"] != "assistant":
+                raise DataError(
+                    f"{record.place}: the prompt starts with the special token {token!r}, so it has been through a "
+                    f"chat template already; {remedy}"
+                )
+        return messages
 
     def _chat_text(self, messages: Messages, place: str) -> str:
         template = self._tokenizer.chat_template

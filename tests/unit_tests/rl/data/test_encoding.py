@@ -150,6 +150,17 @@ def test_text_that_went_through_a_template_does_not_go_again(prompt, template):
     _refused(prompt, _tokenizer("<s>", template=template), message, always_chat=True)
 
 
+@pytest.mark.parametrize("messages", [_chat(("user", "<s> 1")), _chat(("system", "So"), ("user", " <|user|> 1"))])
+def test_a_message_that_went_through_a_template_does_not_go_again(messages):
+    message = "starts with the special token '<.*make it the prompt itself instead of a message"
+    _refused(messages, _tokenizer("<s>", template=WITH_BOS), message)
+
+
+def test_what_the_assistant_begins_with_is_its_own():
+    words, _ = _encode(_chat(("user", "1"), ("assistant", "<cls> So")), _tokenizer(template=INSTRUCT))
+    assert words == "<s> [INST] 1 [/INST] <cls> So"
+
+
 @pytest.mark.parametrize(
     "prompt, template",
     [
