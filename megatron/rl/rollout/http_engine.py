@@ -2,13 +2,15 @@
 
 import asyncio
 import logging
+import os
 import shutil
-import time
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -21,6 +23,8 @@ from megatron.rl.rollout.servers import ServerProcess
 from megatron.rl.types import Completion, GenerationRequest
 
 _log = logging.getLogger(__name__)
+# Of the folder that an update is handed over in; the process id and the version follow.
+_FOLDER_PREFIX = f"weights-{socket.gethostname()}-"
 SaveTensors = Callable[[Path, Iterator[tuple[str, torch.Tensor]]], None]
 
 
@@ -81,6 +85,8 @@ class HttpEngine(RolloutEngine):
         self._loop = EventLoopThread(f"{api.name}-client")
         try:
             clients = [JsonClient(url) for url in urls]
+            if self._is_leader:
+                _remove_leftovers(sync_dir)
             self._pool = ServerPool(clients, self._limits, health_path=api.health_path)
             limit = self._on_leader(lambda: self._loop.run(self._introduce(version)))
             super().__init__(
@@ -174,7 +180,7 @@ class HttpEngine(RolloutEngine):
         return tuple(versions)
 
     def _load(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        folder = self._sync_dir / f"version-{version}-{time.time_ns()}"
+        folder = self._sync_dir / f"{_FOLDER_PREFIX}{os.getpid()}-{version}"
         names: Counter[str] = Counter()
         try:
             self._save_tensors(folder, _counted(tensors, names))
@@ -220,6 +226,14 @@ class HttpEngine(RolloutEngine):
     def _with_deaths(self, message: str) -> str:
         """The message, and how those servers ended that were started for this engine and are gone."""
         return "; ".join([message, *filter(None, (process.describe_death() for process in self._processes))])
+
+
+def _remove_leftovers(sync_dir: Path) -> None:
+    """Gives back what a run left that was killed during an update: whole models, often in memory."""
+    for folder in sync_dir.glob(f"{_FOLDER_PREFIX}*"):
+        process = folder.name.removeprefix(_FOLDER_PREFIX).partition("-")[0]
+        if process.isdigit() and not psutil.pid_exists(int(process)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_end(answer: ServerAnswer, request: GenerationRequest, url: str, eos_token_ids: frozenset[int]) -> None:

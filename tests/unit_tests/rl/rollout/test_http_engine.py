@@ -2,6 +2,9 @@
 
 import json
 import math
+import socket
+import subprocess
+import sys
 import threading
 from contextlib import ExitStack
 from dataclasses import replace
@@ -422,6 +425,17 @@ def test_an_update_with_other_tensors_touches_no_server(make, stream, message):
         engine.update_weights(iter(stream), version=1)
     assert not server.loaded
     assert not server.paused
+
+
+def test_what_a_killed_run_left_behind_is_removed_and_nothing_else(make, tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    name = f"sync/weights-{socket.gethostname()}"
+    left, live, other = (tmp_path / f"{name}-{ended.pid}-3", tmp_path / f"{name}-1-3", tmp_path / "sync/other")
+    for folder in (left, live, other):
+        folder.mkdir(parents=True)
+    make(FakeServer())
+    assert [left.exists(), live.exists(), other.exists()] == [False, True, True]
 
 
 def test_requests_in_flight_are_bounded(make):
