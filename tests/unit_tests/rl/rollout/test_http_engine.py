@@ -22,6 +22,7 @@ from megatron.rl.rollout.server_pool import HttpLimits
 from megatron.rl.rollout.sglang import SglangApi
 from megatron.rl.rollout.vllm import VllmApi
 from megatron.rl.types import GenerationRequest
+from tests.unit_tests.distributed import run_ranks
 from tests.unit_tests.rl.rollout.fake_server import EOS, FakeServer
 
 VOCAB = 61
@@ -502,3 +503,43 @@ def test_a_server_of_another_kind_is_said_at_start(make):
     server.answer = lambda path, body: {"hello": json.dumps(path)}
     with pytest.raises(RolloutError, match="data is missing in the server's answer.*is it a vllm server"):
         make(server)
+
+
+def _on_rank(rank: int, ranks: int, urls: list[str], folder: str) -> dict[str, object]:
+    """Rank 0 alone changes the servers; every rank learns what came of it."""
+
+    def save_on_first(path, tensors):
+        tensors = dict(tensors)
+        if rank == 0:
+            save(path, tensors)
+
+    engine = HttpEngine(
+        urls,
+        VllmApi(),
+        vocab_size=VOCAB,
+        max_length=None,
+        eos_token_ids=[EOS],
+        tensor_names=TENSORS,
+        save_tensors=save_on_first,
+        sync_dir=Path(folder),
+        limits=LIMITS,
+    )
+    with engine:
+        engine.update_weights(iter(TENSORS.items()), version=1)
+        mine = requests(20)[rank::ranks]
+        completions = list(engine.generate(mine))
+        assert ids(completions) == ids(mine)
+        return {"versions": {v for completion in completions for v in completion.versions}, "limit": engine._max_length}
+
+
+def test_rank_0_updates_and_all_ranks_know_which_servers_took_it(tmp_path):
+    failing, sound = FakeServer(), FakeServer()
+    failing.fault = lambda path, body: "500" if path == "/collective_rpc" else None
+    sound.max_length = 40
+    with failing, sound:
+        results = run_ranks(2, _on_rank, [failing.url, sound.url], str(tmp_path))
+    assert results == [{"versions": {1}, "limit": 40}] * 2
+    assert not failing.generated()
+    assert len(sound.generated()) == 20
+    assert sound.paths().count("/collective_rpc") == 1
+    assert sound.version == "1"
