@@ -7,6 +7,7 @@ import shutil
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ class HttpEngine(RolloutEngine):
                 version=version,
             )
         except BaseException:
-            self._loop.close()
+            self._end()
             raise
 
     async def _introduce(self, version: int) -> int:
@@ -115,9 +116,13 @@ class HttpEngine(RolloutEngine):
     def close(self) -> None:
         """Gives up what is in flight, closes the connections and ends the servers that were started for it."""
         self._loop.run(self._pool.close())
-        self._loop.close()
-        for process in self._processes:
-            process.stop()
+        self._end()
+
+    def _end(self) -> None:
+        with ExitStack() as stack:  # each is ended, whatever becomes of the others
+            for process in self._processes:
+                stack.callback(process.stop)
+            self._loop.close()
 
     def _generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
         return self._loop.stream(self._completions(requests))

@@ -1,12 +1,15 @@
-"""Loaded by vLLM itself, in each of its processes: mends what goes wrong there, on CPUs, when weights are updated.
+"""Loaded by vLLM itself, in each of its processes: mends what goes wrong there on CPUs.
 
 vLLM finds :func:`register` by the entry point group ``vllm.general_plugins``; this package has to be installed in
 vLLM's environment for that. Nothing else of this package is imported here, and vLLM only inside the functions.
 
-Both faults (vLLM 0.32) leave no error, only wrong probabilities after an update in place:
+Two of the faults (vLLM 0.32) leave no error, only wrong probabilities after an update in place:
 
 - experts: the first load packs them for the CPU's kernel; later ones copy the unpacked weights over the packed ones.
 - an output head tied to the embedding: its packed copy keeps the old weights.
+
+The third ends the server: where a request has a seed and its prompt is read in several steps (a long one, or one that is
+read anew after an update in mid-response), vLLM takes a random number back by a method that generators of CPUs lack.
 """
 
 import functools
@@ -25,13 +28,15 @@ def register() -> None:
         return
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
     if hasattr(layerwise, _MENDED):
         return
     _pack_experts_again(UnquantizedFusedMoEMethod)
     _pack_tied_heads_again(layerwise)
+    _let_generators_be_rewound(CachedRequestState)
     setattr(layerwise, _MENDED, True)
-    _log.info("megatron-drpo: weight updates on CPUs pack experts and tied output heads anew")
+    _log.info("megatron-drpo: mended weight updates of experts and tied output heads, and seeds, on CPUs")
 
 
 def _pack_experts_again(method: Any) -> None:
@@ -61,3 +66,27 @@ def _pack_tied_heads_again(layerwise: Any) -> None:
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
     layerwise.finalize_layerwise_processing = finalize
+
+
+def _let_generators_be_rewound(request_state: Any) -> None:
+    """The number is not taken back: each is still drawn once, but which one a token gets depends on the steps."""
+    import torch
+
+    class Generator(torch.Generator):
+        def get_offset(self) -> int:
+            return 0
+
+        def set_offset(self, offset: int) -> None:
+            pass
+
+    original = request_state.__post_init__
+
+    @functools.wraps(original)
+    def post_init(self: Any) -> None:
+        original(self)
+        if self.generator is not None:
+            generator = Generator(device="cpu")
+            generator.set_state(self.generator.get_state())
+            self.generator = generator
+
+    request_state.__post_init__ = post_init
