@@ -8,8 +8,9 @@ Two of the faults (vLLM 0.32) leave no error, only wrong probabilities after an 
 - experts: the first load packs them for the CPU's kernel; later ones copy the unpacked weights over the packed ones.
 - an output head tied to the embedding: its packed copy keeps the old weights.
 
-The third ends the server: where a request has a seed and its prompt is read in several steps (a long one, or one that is
-read anew after an update in mid-response), vLLM takes a random number back by a method that generators of CPUs lack.
+The third ends the server: where a request has a seed and its prompt is read in several steps (a long one, or one
+that is read anew after an update in mid-response), vLLM takes a random number back by a method that generators of CPUs
+lack.
 """
 
 import functools
@@ -76,8 +77,8 @@ def _let_generators_be_rewound(request_state: Any) -> None:
         def get_offset(self) -> int:
             return 0
 
-        def set_offset(self, offset: int) -> None:
-            pass
+        def set_offset(self, offset: int) -> "Generator":
+            return self
 
     original = request_state.__post_init__
 
