@@ -112,10 +112,22 @@ def check_before_megatron(args: argparse.Namespace, explicit: set[str]) -> None:
     if args.fp8 and args.transformer_impl == "local":
         fp8_config_from_flags(args.fp8, args.fp8_recipe)
         refuse_unemulated_flags(explicit)
+    _check_rollout(args)
     _check_layout(args)
     _check_recomputation(args)
     _check_batches(args)
     check_batching(args, explicit)
+
+
+def _check_rollout(args: argparse.Namespace) -> None:
+    if args.rollout_engine == "hf":
+        for name in ("rollout_url", "rollout_server_args", "weight_sync_dir"):
+            if getattr(args, name) is not None:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is for servers; add --rollout-engine vllm or --rollout-engine sglang"
+                )
+    if args.rollout_url is not None and args.rollout_server_args is not None:
+        raise ConfigError("--rollout-server-args has no effect with --rollout-url: no server is started")
 
 
 def _check_layout(args: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,6 +24,7 @@ from megatron.rl.config import (
     LossNormalizationConfig,
     ObjectiveConfig,
     RewardConfig,
+    RolloutConfig,
     RunConfig,
     SamplingConfig,
     TrainerConfig,
@@ -160,7 +162,20 @@ def add_rl_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
     add("--reward", default="math-verify", help="math-verify, exact or reasoning-gym")
     add("--reward-workers", type=int, default=1, help="scoring processes of each rank")
     add("--reward-timeout", type=float, default=5.0, help="seconds until the scoring of one response is given up")
-    add("--rollout-engine", default="hf", choices=["hf"], help="hf: transformers inside the trainer's processes")
+    add(
+        "--rollout-engine",
+        default="hf",
+        choices=["hf", "vllm", "sglang"],
+        help="hf: transformers inside the trainer's processes; vllm, sglang: servers, one started here or joined",
+    )
+    add("--rollout-url", metavar="URL[,URL...]", help="servers to join, or a router before them (default: start one)")
+    add("--rollout-server-args", metavar="ARGS", help="further arguments of the server that is started, in one string")
+    add(
+        "--weight-sync-dir",
+        metavar="DIR",
+        help="folder through which servers get the weights, which all of them see under this path (default: in shared "
+        "memory, or in the run folder where that is too small)",
+    )
     add("--eval-samples", type=int, default=4, help="responses per problem in evaluation")
     add("--run-dir", metavar="DIR", default="runs/latest", help="metrics, plots, checkpoints and the export go here")
     return parser
@@ -373,7 +388,12 @@ def _run_config(args: argparse.Namespace, fp8: tuple[str | None, str | None], ba
         ),
         hf_model=args.hf_model,
         bf16=args.bf16,
-        rollout_engine=args.rollout_engine,
+        rollout=RolloutConfig(
+            engine=args.rollout_engine,
+            urls=tuple(filter(None, (args.rollout_url or "").split(","))),
+            server_args=tuple(shlex.split(args.rollout_server_args or "")),
+            sync_dir=args.weight_sync_dir,
+        ),
         fp8_format=fp8[0],
         fp8_recipe=fp8[1],
     )

@@ -26,6 +26,16 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
+class RolloutConfig:
+    """Where responses come from."""
+
+    engine: str = "hf"  # transformers inside the trainer's processes; or "vllm", "sglang": servers
+    urls: tuple[str, ...] = ()  # servers to join; without any, one is started
+    server_args: tuple[str, ...] = ()  # further arguments of the server that is started
+    sync_dir: str | None = None  # weights are handed to servers by files in it
+
+
+@dataclass(frozen=True)
 class AdvantageConfig:
     """Group-relative advantages: reward minus the group's mean, with two options."""
 
@@ -123,6 +133,6 @@ class RunConfig:
     trainer: TrainerConfig
     hf_model: str
     bf16: bool = False
-    rollout_engine: str = "hf"
+    rollout: RolloutConfig = RolloutConfig()
     fp8_format: str | None = None
     fp8_recipe: str | None = None

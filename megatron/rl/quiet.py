@@ -12,3 +12,4 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", module=r"(megatron\.(core|training)|torch\.distributed)\b")
     for name in ("megatron.core", "megatron.training", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for each request

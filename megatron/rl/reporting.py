@@ -87,6 +87,10 @@ class Reporter:
         self._log.write({"step": step, "iteration": iteration, **_mismatch(report)})
         self._timer.take()
 
+    def probe(self, report: MismatchReport) -> None:
+        """The same on few tokens after a step's weights were handed to servers."""
+        self._record["mismatch/after_sync"] = report.mean_difference
+
     def rollout(self, samples: Sequence[Sample]) -> None:
         """The step's responses."""
         trainer = self._run.trainer

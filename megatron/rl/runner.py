@@ -12,20 +12,18 @@ from megatron.rl.arguments import ParsedArguments, parse_arguments
 from megatron.rl.collector import Collector
 from megatron.rl.config import RunConfig
 from megatron.rl.data import MicroBatcher, PromptSampler, PromptSet, load_prompts
+from megatron.rl.engines import open_engine, pad_id
 from megatron.rl.errors import ConfigError
 from megatron.rl.objectives import Objective, get_objective
 from megatron.rl.policy.learner import HeadSettings, Learner
 from megatron.rl.reporting import Reporter
 from megatron.rl.rewards import Scorer, check_prompts, make_scorer
-from megatron.rl.rollout.hf import HFEngine
 from megatron.rl.run_log import EXPORT_FOLDER
 from megatron.rl.trainer import Parts, Progress, Trainer
 from megatron.rl.weights import (
     check_hf_weights,
     export_hf_weights,
     load_hf_weights,
-    load_into_hf_model,
-    read_eos_token_ids,
     save_hf_checkpoint,
 )
 
@@ -110,8 +108,8 @@ def _train(
     rows, notes = start_up.describe(parsed, start, policy, train, held_out)
     steps = config.trainer.steps_in_all(start.step, start.iteration)
     with (
-        _engine(config, tokenizer, args.params_dtype, policy.device) as engine,
         places.held(parsed, start) as done,
+        open_engine(parsed, tokenizer, policy.device, start.step) as engine,
         Reporter(config, policy.groups, policy.device, steps, start.step or None) as reporter,
     ):
         reporter.start(rows, [*notes, *done])
@@ -143,7 +141,7 @@ def _train(
             export_folder=lambda: save_hf_checkpoint(export_dir, export(), source_dir=config.hf_model),
             saved=(("Megatron checkpoint", args.save), ("Hugging Face export", export_dir)),
             groups=policy.groups,
-            micro_batches=_micro_batcher(config, policy, _pad_id(tokenizer)),
+            micro_batches=_micro_batcher(config, policy, pad_id(tokenizer)),
         )
         Trainer(config, parts, progress).train()
 
@@ -171,27 +169,3 @@ def _objective(config: RunConfig) -> Objective:
         eps_high=objective.eps_high,
         advantage_weight=objective.advantage_weight,
     )
-
-
-def _engine(config: RunConfig, tokenizer: Any, dtype: torch.dtype, device: torch.device) -> HFEngine:
-    return HFEngine(
-        config.hf_model,
-        load_tensors=load_into_hf_model,
-        eos_token_ids=_eos_token_ids(config.hf_model, tokenizer),
-        pad_token_id=_pad_id(tokenizer),
-        device=device,
-        dtype=dtype,
-    )
-
-
-def _eos_token_ids(folder: str, tokenizer: Any) -> list[int]:
-    """The tokens that end a response: those that the model's folder names, else the tokenizer's."""
-    found = read_eos_token_ids(folder)
-    if not found and tokenizer.eos_token_id is None:
-        raise ConfigError(f"--hf-model {folder}: neither generation_config.json nor the tokenizer names an eos token")
-    return found or [tokenizer.eos_token_id]
-
-
-def _pad_id(tokenizer: Any) -> int:
-    """Any id will do: padding is masked by position."""
-    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)

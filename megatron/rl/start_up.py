@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron.rl import cpu_platform
+from megatron.rl import cpu_platform, engines
 from megatron.rl.arguments import ParsedArguments
 from megatron.rl.checkpoint import Start
 from megatron.rl.config import RunConfig
@@ -42,7 +42,11 @@ def describe(
         ("optimizer", f"{args.optimizer}, learning rate {args.lr}"),
         ("prompts", _prompts(train, "train") + (", " + _prompts(held_out, "held out") if held_out else "")),
         ("reward", f"{run.reward.name}, {run.reward.workers} worker(s) a rank, {run.reward.timeout_s} s each"),
-        ("engine", f"{run.rollout_engine}, temperature {run.sampling.temperature}, {args.params_dtype}".lower()),
+        (
+            "engine",
+            f"{engines.describe(parsed)}; temperature {run.sampling.temperature}, "
+            + str(args.params_dtype).removeprefix("torch."),
+        ),
         ("run folder", trainer.run_dir),
     ]
     return rows, _notes(parsed, policy, train, held_out)

@@ -20,7 +20,10 @@ from megatron.rl.evaluation import Evaluation, evaluate
 from megatron.rl.policy.learner import Learner
 from megatron.rl.reporting import Reporter
 from megatron.rl.rollout.engine import RolloutEngine
+from megatron.rl.rollout.preflight import MismatchReport
 from megatron.rl.types import Completion, Prompt, RewardResult, Sample
+
+_PROBE_PROMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Trainer:
                 self._update(samples[start : start + trainer.mini_batch_size], first=epoch == 0 and start == 0)
         self._progress.step += 1
         self._hand_over_weights()
+        self._probe()
         self._report.step(self._progress.step, self._progress.iteration)
         if self._is_due(trainer.save_interval):
             with self._report.phase("save"):
@@ -124,14 +128,22 @@ class Trainer:
 
     def _preflight(self) -> None:
         """Engine and trainer must agree on the same tokens' log-probabilities before anything is trained."""
+        report = self._compare_with_engine(self._parts.preflight_prompts, "preflight")
+        self._report.preflight(self._progress.step, self._progress.iteration, report)
+
+    def _probe(self) -> None:
+        """The same on few tokens after weights went to another process: did they arrive, and is the cache flushed?"""
+        if not self._parts.engine.holds_weights_here:
+            prompts = self._parts.preflight_prompts[:_PROBE_PROMPTS]
+            self._report.probe(self._compare_with_engine(prompts, f"probe{self._progress.step}"))
+
+    def _compare_with_engine(self, prompts: Sequence[Prompt], label: str) -> MismatchReport:
         with self._report.phase("logprob"):
-            prompts = self._parts.preflight_prompts
             collector = self._parts.collector
-            scored = collector.scored(collector.sample(prompts, 2, self._run.sampling, "preflight"))
+            scored = collector.scored(collector.sample(prompts, 2, self._run.sampling, label))
             samples = [_without_advantage(*triple) for triple in scored]
             batches = self._parts.micro_batches(samples)
-            report = check_behaviour_policy(self._parts.learner, batches, self._run, self._parts.groups)
-        self._report.preflight(self._progress.step, self._progress.iteration, report)
+            return check_behaviour_policy(self._parts.learner, batches, self._run, self._parts.groups)
 
     def _evaluate(self) -> None:
         """Held-out problems, sampled as in training with the engine's current weights; once for each of them."""

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.rl.weights import exported_sizes
 from megatron.rl.weights.hf_config import dimensions_of, family_of
 from megatron.rl.weights.table import Dimensions, Fuse, Row, Where, units
 
@@ -48,10 +49,7 @@ def layers_of_stage(stage: int, args: argparse.Namespace, dims: Dimensions) -> L
 
 def whole_model(hf_config: Any) -> int:
     """Parameters of the checkpoint; a tied head is the embedding."""
-    family, dims = family_of(hf_config), dimensions_of(hf_config)
-    return sum(
-        math.prod(dims.shape(tensor)) for unit in units(family, dims) if unit.row.exported for tensor in unit.row.hf
-    )
+    return sum(exported_sizes(hf_config).values())
 
 
 def of_stage(stage: int, args: argparse.Namespace, hf_config: Any, padded_vocab_size: int) -> Counts:

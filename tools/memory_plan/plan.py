@@ -106,7 +106,7 @@ def _stage(number: int, parsed: ParsedArguments, target: Target) -> Stage:
         weights=counts.all * element,
         gradients=counts.all * gradient,
         optimizer=_optimizer(counts, args, run),
-        engine=parameters.whole_model(hf_config) * element if run.rollout_engine == "hf" else 0.0,
+        engine=parameters.whole_model(hf_config) * element if run.rollout.engine == "hf" else 0.0,
         activations=kept,
         working=working,
         loss=_loss(args, target, batch, element) if is_last else 0.0,

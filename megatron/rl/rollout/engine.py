@@ -28,6 +28,9 @@ class RolloutEngine(abc.ABC):
         self._max_length = max_length
         self._version: int | None = version  # None: the last update failed, the weights are not those of any version
 
+    # Whether an update is copied within this process, where nothing can go wrong in silence.
+    holds_weights_here = False
+
     @property
     def version(self) -> int:
         """The policy version of the engine's weights.

@@ -72,6 +72,8 @@ class HFEngine(RolloutEngine):
         self._pad_token_id = pad_token_id
         self._max_batch_size = max_batch_size
 
+    holds_weights_here = True
+
     def close(self) -> None:
         """Frees the model."""
         self._model = None

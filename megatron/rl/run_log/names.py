@@ -54,6 +54,7 @@ METRICS: dict[str, Metric] = {
     "mismatch/logprob": Metric("nat", "mean of abs(log pi - log mu), engine against trainer, before any update"),
     "mismatch/tv": Metric("probability", "mean of abs(pi - mu), engine against trainer, before any update"),
     "mismatch/k3": Metric("nat", "mean of r - 1 - log r, before any update; estimates KL(mu, pi)"),
+    "mismatch/after_sync": Metric("nat", "mean of abs(log pi - log mu) on a few prompts, after a sync"),
     "eval/reward": Metric("score", "mean score over all responses to the held-out problems"),
     "eval/pass_at_k": Metric("share", "held-out problems with at least one right response"),
     "eval/response_length": Metric("tokens", "mean length of the responses in evaluation"),

@@ -1,5 +1,6 @@
 """Streams a sharded Megatron model out as whole Hugging Face tensors."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -63,6 +64,17 @@ def export_hf_weights(
         if unit.row.exported:
             holding = export.holdings[numbers[unit.row], unit.layer]
             yield from _whole_tensors(unit, holding, export)
+
+
+def exported_sizes(hf_config: "PretrainedConfig") -> dict[str, int]:
+    """Every tensor that :func:`export_hf_weights` yields, in its order, with the number of its elements."""
+    family, dims = family_of(hf_config), dimensions_of(hf_config)
+    return {
+        name: math.prod(dims.shape(tensor))
+        for unit in units(family, dims)
+        if unit.row.exported
+        for name, tensor in zip(unit.hf_names(), unit.row.hf, strict=True)
+    }
 
 
 def _holdings(

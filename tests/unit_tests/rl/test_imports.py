@@ -24,6 +24,7 @@ LEVELS = [
         "argument_batching",
         "argument_checks",
         "reporting",
+        "engines",
         "start_up",
         "behaviour_check",
     },

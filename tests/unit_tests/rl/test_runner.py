@@ -1,7 +1,6 @@
 """What is decided between the command line and the trainer, and the order of the checks."""
 
 import json
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -44,25 +43,6 @@ def test_a_folder_without_its_tokenizer_is_told_in_one_line(tmp_path, damage, me
     with pytest.raises(ConfigError, match=message) as caught:
         runner.load_tokenizer(str(tmp_path))
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("named", "tokenizer_eos", "expected"), [([7, 9], 1, [7, 9]), ([0], 1, [0]), ([7], None, [7]), ([], 0, [0])]
-)
-def test_responses_end_at_the_models_own_tokens(monkeypatch, named, tokenizer_eos, expected):
-    monkeypatch.setattr(runner, "read_eos_token_ids", lambda folder: named)
-    assert runner._eos_token_ids("folder", SimpleNamespace(eos_token_id=tokenizer_eos)) == expected
-
-
-def test_a_model_without_an_end_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="names an eos token"):
-        runner._eos_token_ids(str(tmp_path), SimpleNamespace(eos_token_id=None))
-
-
-@pytest.mark.parametrize(("pad", "eos", "expected"), [(3, 1, 3), (None, 1, 1), (None, None, 0), (0, 1, 0)])
-def test_any_token_can_pad(pad, eos, expected):
-    assert runner._pad_id(SimpleNamespace(pad_token_id=pad, eos_token_id=eos)) == expected
 
 
 def test_the_flags_reach_the_objective():

@@ -41,6 +41,8 @@ class StandIns:
         self.weights: list[torch.Tensor] = []
 
     # the engine and what feeds it
+    holds_weights_here = True
+
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "w", torch.zeros(1)
 
