@@ -17,6 +17,7 @@ class Evaluation:
     prompts: int
     samples: int
     response_length: float  # tokens
+    unreadable: int  # responses without a final answer that can be read; they score 0
     timeouts: int
     errors: int
 
@@ -34,6 +35,7 @@ def evaluate(
         prompts=len(prompts),
         samples=samples,
         response_length=sum(len(completion.token_ids) for _, completion, _ in results) / len(results),
+        unreadable=sum(result.status == "unreadable" for _, _, result in results),
         timeouts=sum(result.status == "timeout" for _, _, result in results),
         errors=sum(result.status == "error" for _, _, result in results),
     )

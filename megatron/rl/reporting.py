@@ -102,6 +102,7 @@ class Reporter:
         self._record |= {
             "reward/mean": statistics.fmean(scores),
             "reward/std": statistics.pstdev(scores),
+            "reward/unreadable": sum(result.status == "unreadable" for result in results),
             "reward/timeouts": sum(result.status == "timeout" for result in results),
             "reward/errors": sum(result.status == "error" for result in results),
             "reward/flat_groups": counts.without_signal / counts.groups,
@@ -164,6 +165,7 @@ class Reporter:
                 "eval/reward": evaluation.reward,
                 "eval/pass_at_k": evaluation.pass_at_k,
                 "eval/response_length": evaluation.response_length,
+                "eval/unreadable": evaluation.unreadable,
                 "eval/timeouts": evaluation.timeouts,
                 "eval/errors": evaluation.errors,
                 **phases,

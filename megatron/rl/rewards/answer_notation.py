@@ -65,7 +65,8 @@ _REWRITES = [
         (r"\\(?:mathrm|mathbf|mathit|mathsf|boldsymbol|bm|textbf|textit|textrm|textnormal|mbox|emph)\s*\{", r"\\text{"),
         (r"\\text\s+\{", r"\\text{"),
         (r"\\text\s*\{\s*\}", " "),
-        (r"(\d)\s*\^?\{?(?:\\text\{\s*)?(?:st|nd|rd|th)\b\}*", r"\1"),
+        (r"(\d)\s*\^\s*\{\s*(?:\\text\{\s*)?(?:st|nd|rd|th)\s*\}?\s*\}|(\d)(?:st|nd|rd|th)\b", r"\1\2"),
+        (r"\{(align|gather|equation)\*\}", r"{\1}"),
         (r"√\s*\(([^()]*)\)|√\s*(\d+|[A-Za-z])", r"\\sqrt{\1\2}"),
         (r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)|(?<![A-Za-z\\])sqrt\s*(\d+)", r"\\sqrt{\1\2}"),
         (r"(?<![A-Za-z\\])(pi|infinity|infty)(?![A-Za-z])", lambda m: r"\pi " if m[1] == "pi" else r"\infty "),
@@ -95,7 +96,7 @@ _BASE = re.compile(r"(-?\d+)_\s*(?:\{(?:\\text\{)?\s*(\w+)\s*\}?\}|(\d+))")
 # The k of 2k\pi, k \in \mathbb{Z} is any integer by itself.
 _RANGE = re.compile(r",\s*(?:\\text\{\s*(?:where|for|with)\s*\})?\s*[a-z]\s*\\in\s*\\mathbb\s*\{?[ZNQR]\}?\s*$")
 _LINES = re.compile(
-    r"(?:\\left\\\{\s*)?\\begin\{(?P<name>cases|aligned|align\*?|equation\*?|gather\*?|split)\}(?P<rows>.*?)"
+    r"(?:\\left\\\{\s*)?\\begin\{(?P<name>cases|aligned|align|equation|gather|split)\}(?P<rows>.*?)"
     r"\\end\{(?P=name)\}(?:\s*\\right\.)?"
 )
 _CONGRUENCE = re.compile(
@@ -109,6 +110,7 @@ _UNIT_TEXT = re.compile(r"((?:\s*(?:/|\\cdot)?\s*\\text\{[^{}]*\}(?:\s*\^\s*\{?-
 _UNIT_PLAIN = re.compile(
     r"(?:(?<=[\d})%])|(?<=\\pi)(?= ))(\s*[A-Za-z][A-Za-z .\-]*(?:\s*/\s*[A-Za-z]+)?(?:\^\{?\d\}?)?)$"
 )
+_UNIT_IN_LIST = re.compile(r"\\text\{([^{}]*)\}|(?<=[\d})])\s*([A-Za-z]{2,})(?![A-Za-z])")
 _NO_UNIT = re.compile(
     r"\s*(?:and|or|if|for|when|where|with|to|mod|choose|is|are|plus|minus|squared|cubed|factorial|halves|thirds|"
     r"fourths|fifths|sixths|eighths|tenths)\b",
@@ -184,7 +186,7 @@ def _read_value(text: str) -> Reading:
         return Reading((rf"\text{{{re.sub(r'[^\w-]', '', congruence[1])}mod{congruence[2]}}}",))
     text, percent, unit = _without_unit(text)
     if _LIST.search(text):
-        text = _PLAIN_TEXT.sub(lambda m: "" if canonical_unit(m[1]) else m[0], text)
+        text = _UNIT_IN_LIST.sub(lambda m: "" if canonical_unit(m[1] or m[2]) else m[0], text)
     base = _BASE.fullmatch(text)
     if base is not None:
         return Reading((base[1],), base=base[2] or base[3])

@@ -65,7 +65,7 @@ _COPULA = re.compile(
 _CHOICE = re.compile(r"\W*\(?[A-J]\)?\W*")
 _UNIT_WORDS = re.compile(
     r"(?!\s*(?:and|or|because|since|so|as|if|when|where|which|but|for|by|in|is|are)\b)"
-    r"(?:[ \t]*(?:[A-Za-z%°][A-Za-z°²³./^]*|\d(?=\W|$))){1,4}(?=\W*$|\s*[,;(])"
+    r"(?:[ \t]*(?:[A-Za-z%°][A-Za-z°²³./^]*)){1,4}(?=\W*$|\s*[,;(])"
 )
 
 
@@ -85,11 +85,17 @@ def _stated(text: str) -> str:
         found = _after(text, masked, anchor)
         if found is not None:
             return found
-    alone = text.strip(" \t\r\n*_.\"'")
-    found = alone if _WORDS.fullmatch(alone) or _CHOICE.fullmatch(alone) else _last_sentence(text, masked)
+    found = _alone(text) or _last_sentence(text, masked)
     if found is None:
         raise UnreadableResponse("it states no final answer")
     return found
+
+
+def _alone(text: str) -> str | None:
+    """A response of a letter or a few words, which is an answer by itself: ``(B)``, ``No solution.``"""
+    text = text.strip(" \t\r\n*_.\"'")
+    is_answer = _WORDS.fullmatch(text) and not re.search(r"\?$|\banswer\b", text)
+    return text if is_answer or _CHOICE.fullmatch(text) else None
 
 
 def _after(text: str, masked: str, anchor: re.Match[str]) -> str | None:

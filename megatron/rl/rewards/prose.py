@@ -25,7 +25,7 @@ _QUANTITY = re.compile(
 )
 _LEADING_NOISE = re.compile(r"[\s,:;=!)\]}_*/]+")
 _TRAILING_NOISE = " \t\r\n,:;=+*/^<>([{$−–-"
-_LINK = re.compile(r"\s*(?:[a-z]{3,}\s+)?(?:,\s*)?(?:and|or)\s+|\s*[,;]\s+", re.IGNORECASE)
+_LINK = re.compile(r"\s*(?:[a-z]{2,}\s+)?(?:,\s*)?(?:and|or)\s+|\s*[,;]\s+", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ METRICS: dict[str, Metric] = {
     "wall_time": Metric("s since 1970", "when the record was written"),
     "reward/mean": Metric("score", "mean score of the step's responses"),
     "reward/std": Metric("score", "standard deviation of the scores over all responses"),
+    "reward/unreadable": Metric(
+        "count", "responses whose final answer is missing, cut off or unreadable; they score 0"
+    ),
     "reward/timeouts": Metric("count", "responses whose scoring ran out of time"),
     "reward/errors": Metric("count", "responses whose scoring failed"),
     "reward/flat_groups": Metric("share", "groups whose responses all scored the same: no advantage, no gradient"),
@@ -58,6 +61,7 @@ METRICS: dict[str, Metric] = {
     "eval/reward": Metric("score", "mean score over all responses to the held-out problems"),
     "eval/pass_at_k": Metric("share", "held-out problems with at least one right response"),
     "eval/response_length": Metric("tokens", "mean length of the responses in evaluation"),
+    "eval/unreadable": Metric("count", "responses in evaluation whose final answer is missing, cut off or unreadable"),
     "eval/timeouts": Metric("count", "responses in evaluation whose scoring ran out of time"),
     "eval/errors": Metric("count", "responses in evaluation whose scoring failed"),
     "speed/tokens_per_second": Metric("tokens/s", "sampled tokens of the step, over all ranks, by time/step"),

@@ -47,8 +47,8 @@ def test_mean_and_pass_at_k():
 
 def test_time_outs_and_errors_score_nothing_and_are_counted():
     timeout, error = RewardResult(0.0, "timeout", "5 s"), RewardResult(0.0, "error", "died")
-    found, _ = _evaluate(timeout, 1.0, timeout, error, 0.0, 0.0)
-    assert (found.timeouts, found.errors) == (2, 1)
+    found, _ = _evaluate(timeout, 1.0, timeout, error, 0.0, RewardResult(0.0, "unreadable", "no answer"))
+    assert (found.timeouts, found.errors, found.unreadable) == (2, 1, 1)
     assert found.reward == pytest.approx(1 / 6)
     assert found.pass_at_k == pytest.approx(1 / 3)
 

@@ -28,8 +28,8 @@ from megatron.rl.types import RewardResult, Sample  # noqa: E402
 from tests.unit_tests.rl import started  # noqa: E402
 
 SIZES = ("--grpo-prompts-per-step", "2", "--grpo-group-size", "4", "--train-iters", "2", "--global-batch-size", "4")
-BEFORE = Evaluation(0.25, 0.5, prompts=4, samples=2, response_length=3.0, timeouts=1, errors=0)
-AFTER = Evaluation(0.875, 1.0, prompts=4, samples=2, response_length=2.5, timeouts=0, errors=2)
+BEFORE = Evaluation(0.25, 0.5, prompts=4, samples=2, response_length=3.0, unreadable=3, timeouts=1, errors=0)
+AFTER = Evaluation(0.875, 1.0, prompts=4, samples=2, response_length=2.5, unreadable=0, timeouts=0, errors=2)
 
 
 @pytest.fixture
@@ -57,10 +57,10 @@ def run(tmp_path, monkeypatch) -> RunConfig:
 
 
 def _samples() -> list[Sample]:
-    """Two groups of four: one with two time-outs and an error, one whose scores are all alike."""
+    """Two groups of four: one with two time-outs and an error, one of unreadable responses."""
     samples = started.make_samples(8, 53)
     scores = [RewardResult(1.0), RewardResult(0.0, "timeout"), RewardResult(0.0, "timeout"), RewardResult(0.0, "error")]
-    scores += [RewardResult(1.0)] * 4
+    scores += [RewardResult(0.0, "unreadable")] * 4
     cut = replace(samples[0].completion, finish_reason="length")
     samples[0] = replace(samples[0], completion=cut)
     return [replace(sample, reward=score) for sample, score in zip(samples, scores, strict=True)]
@@ -125,11 +125,13 @@ def test_the_numbers_are_those_of_the_events(run, groups):
     before, step = read_metrics(run.trainer.run_dir)
     assert (before["step"], before["mismatch/logprob"], before["eval/reward"]) == (0, 0.25, 0.25)
     assert (before["eval/pass_at_k"], before["eval/timeouts"], step["eval/errors"]) == (0.5, 1, 2)
+    assert (before["eval/unreadable"], step["eval/unreadable"]) == (3, 0)
     lengths = [len(sample.completion.token_ids) for sample in _samples()]
     held = sum(lengths) + sum(len(sample.completion.prompt_ids) for sample in _samples())
     expected = {
         "iteration": 2,
-        "reward/mean": 5 / 8,
+        "reward/mean": 1 / 8,
+        "reward/unreadable": 4,
         "reward/timeouts": 2,
         "reward/errors": 1,
         "reward/flat_groups": 0.5,

@@ -83,6 +83,14 @@ def test_excluded_responses_leave_baseline_and_denominators_to_the_others(config
     assert group_advantages(group, 3, config) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("unscored", ["zero", "exclude"])
+def test_an_unreadable_response_is_a_wrong_one(unscored):
+    """Left out, it would be safer for the policy than a wrong answer."""
+    group = [RewardResult(1.0), RewardResult(0.0, "unreadable"), RewardResult(0.0)]
+    assert group_advantages(group, 3, AdvantageConfig(unscored=unscored)) == group_advantages(results(1, 0, 0), 3, MEAN)
+    assert count_groups(group, 3, MEAN).unscored == 0
+
+
 def test_a_group_with_one_score_left_has_no_signal():
     config = AdvantageConfig(unscored="exclude", leave_one_out=True)
     assert group_advantages([RewardResult(1.0), TIMEOUT, TIMEOUT], 3, config) == [0.0, 0.0, 0.0]
