@@ -169,7 +169,7 @@ def test_what_a_person_reads(run, groups, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "DRPO on Megatron-Core" and "note: layers are local" in lines
     assert any(line.startswith("engine and trainer agree: mean abs(log pi - log mu) 2.50e-01 nat") for line in lines)
-    assert any(line.startswith("step 1/1 | reward 0.625") and "rewards timed out: 2" in line for line in lines)
+    assert any(line.startswith("step 1/1 | reward 0.125") and "rewards timed out: 2" in line for line in lines)
     assert lines[-7:] == [
         "figure2.png is left out",
         "Megatron checkpoint: there",
