@@ -47,8 +47,6 @@ def check_batching(args: argparse.Namespace, explicit: set[str]) -> None:
             f"--micro-batch-size {args.micro_batch_size} has no effect with {chooser}: micro-batches are cut "
             f"by tokens; leave it out, and set --max-tokens-per-gpu"
         )
-    if "rl_sequence_packing_max_sequences_per_bin" in explicit and not packing:
-        raise ConfigError("--rl-sequence-packing-max-sequences-per-bin needs --rl-use-sequence-packing")
     cp, multiple = args.context_parallel_size, total_multiple(args)
     capacity = args.max_tokens_per_gpu * cp // multiple * multiple
     longest = -(-(args.max_prompt_tokens + args.max_response_tokens) // multiple) * multiple

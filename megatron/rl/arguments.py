@@ -12,11 +12,14 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.rl import argument_checks, assets
 from megatron.rl.argument_batching import batching_config, fill_token_budget, total_multiple
+from megatron.rl.argument_group import add_rl_arguments
 from megatron.rl.config import (
     AdvantageConfig,
     BatchingConfig,
@@ -31,15 +34,13 @@ from megatron.rl.config import (
 )
 from megatron.rl.cpu_platform import is_cpu_platform
 from megatron.rl.errors import ConfigError
-from megatron.rl.objectives import OBJECTIVES
+from megatron.rl.flags import GivenFlag, check_given, given_flags, refuse_unsupported, with_honest_help
 from megatron.rl.run_log import CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER
 from megatron.rl.weights import megatron_arguments_from_hf, read_hf_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# drpo-topk needs the behaviour's most probable tokens, which no rollout engine here gives.
-_LOSSES = [name for name in OBJECTIVES if name != "drpo-topk"]
 # What Megatron's flags default to in this program. Its own defaults describe pre-training.
 _DEFAULTS: dict[str, Any] = {
     "grpo_group_size": 8,
@@ -99,86 +100,7 @@ class ParsedArguments:
     run: RunConfig
     hf_config: "PretrainedConfig"
     megatron_log: str
-
-
-def add_rl_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the flags that Megatron lacks; those it has (``--grpo-*``, ``--rl-*``, ``--fp8-*``) keep their meaning."""
-    group = parser.add_argument_group("drpo", "policy-gradient training with DRPO (arXiv 2606.09821) and its relatives")
-    add = group.add_argument
-    add("--loss", default="drpo", help=f"objective that is maximised: {', '.join(_LOSSES)}")
-    add("--loss-delta", type=float, default=12.5, help="trust-region size delta of drpo, dppo, kl, k3, tv and mask-*")
-    add("--loss-eps", type=float, default=0.2, help="ratio bound of spo")
-    add(
-        "--no-loss-advantage-weight",
-        action="store_false",
-        dest="loss_advantage_weight",
-        help="do not weight the regulariser by abs(advantage)",
-    )
-    add(
-        "--loss-normalization",
-        default="seq-mean-token-sum-norm",
-        choices=["seq-mean-token-sum-norm", "token-mean"],
-        help="token sum over a fixed horizon then mean over sequences, or mean over all tokens",
-    )
-    add("--loss-horizon", type=int, help="tokens; divisor of seq-mean-token-sum-norm (default: the response limit)")
-    add("--token-chunk", type=int, help="tokens whose logits exist at a time in the loss (default: chosen by size)")
-    add(
-        "--max-tokens-per-gpu",
-        type=int,
-        metavar="N",
-        help="tokens of a micro-batch on one GPU, which then decide the cut instead of --micro-batch-size; with "
-        "context parallelism a micro-batch holds as many times more (packing has a default)",
-    )
-    add(
-        "--no-use-distributed-optimizer",
-        action="store_false",
-        dest="use_distributed_optimizer",
-        help="keep every optimizer state on every data-parallel rank (default: shared out among them)",
-    )
-    add("--advantage-std", action="store_true", help="divide advantages by the group's standard deviation")
-    add("--advantage-leave-one-out", action="store_true", help="baseline from the other responses of the group")
-    add(
-        "--unscored-responses",
-        default="zero",
-        choices=["zero", "exclude"],
-        help="a response whose scoring timed out or failed counts as score 0, or is left out of its group's baseline",
-    )
-    add("--hf-model", metavar="DIR", help="Hugging Face checkpoint folder (default: the bundled tiny model)")
-    add("--train-prompts", metavar="FILE", help="JSONL of problems (default: the bundled arithmetic)")
-    add(
-        "--eval-prompts",
-        metavar="FILE",
-        help="held-out JSONL (default: the bundled one with bundled prompts, else none)",
-    )
-    add("--max-prompt-tokens", type=int, help="longest prompt (default: 2048, bundled model 16)")
-    add("--max-response-tokens", type=int, help="longest response (default: 8192, bundled model 8)")
-    add(
-        "--overlong-prompts",
-        default="error",
-        choices=["error", "skip"],
-        help="a prompt over the limit stops the run, or is skipped and counted",
-    )
-    add("--apply-chat-template", action="store_true", help="send plain-text prompts through the chat template too")
-    add("--reward", default="math-verify", help="math-verify, exact or reasoning-gym")
-    add("--reward-workers", type=int, default=1, help="scoring processes of each rank")
-    add("--reward-timeout", type=float, default=5.0, help="seconds until the scoring of one response is given up")
-    add(
-        "--rollout-engine",
-        default="hf",
-        choices=["hf", "vllm", "sglang"],
-        help="hf: transformers inside the trainer's processes; vllm, sglang: servers, one started here or joined",
-    )
-    add("--rollout-url", metavar="URL[,URL...]", help="servers to join, or a router before them (default: start one)")
-    add("--rollout-server-args", metavar="ARGS", help="further arguments of the server that is started, in one string")
-    add(
-        "--weight-sync-dir",
-        metavar="DIR",
-        help="folder through which servers get the weights, which all of them see under this path (default: in shared "
-        "memory, or in the run folder where that is too small)",
-    )
-    add("--eval-samples", type=int, default=4, help="responses per problem in evaluation")
-    add("--run-dir", metavar="DIR", default="runs/latest", help="metrics, plots, checkpoints and the export go here")
-    return parser
+    explicit: frozenset[str]  # destinations of the flags that were given
 
 
 def parse_arguments(argv: list[str]) -> ParsedArguments:
@@ -188,14 +110,16 @@ def parse_arguments(argv: list[str]) -> ParsedArguments:
     """
     from megatron.training import arguments as megatron_arguments
 
-    explicit: set[str] = set()
+    given: list[GivenFlag] = []
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         add_rl_arguments(parser)
         parser.error = _fail  # type: ignore[method-assign, assignment]
+        with_honest_help(parser)
         for action in parser._actions:
             action.help = _with_percent_signs_escaped(action.help)
-        explicit.update(_explicit_destinations(parser, argv))
+        given.extend(_read_flags(parser, argv))
+        refuse_unsupported(given)
         return parser
 
     saved, sys.argv = sys.argv, [sys.argv[0], *argv]
@@ -203,17 +127,22 @@ def parse_arguments(argv: list[str]) -> ParsedArguments:
     try:
         with contextlib.redirect_stdout(log if "--help" not in argv and "-h" not in argv else sys.stdout):
             args = megatron_arguments.parse_args(provide)
+            explicit = {flag.destination for flag in given}
             hf_config = _resolve(args, explicit)
+            check_given(given, args, megatron_arguments_from_hf(hf_config))
             argument_checks.check_before_megatron(args, explicit)
             batching = batching_config(args)
             fp8 = _take_fp8_from_megatron(args)
-            _validate(megatron_arguments.validate_args, args)
-            args.variable_seq_lengths = _shapes_vary(args, batching)
+            with _told_by_megatron():
+                megatron_arguments.validate_args(args, {})
+                args.variable_seq_lengths = _shapes_vary(args, batching)
+                _rehearse(args)
     finally:
         sys.argv = saved
     run = _run_config(args, fp8, batching)
     argument_checks.check_run(run, hf_config)
-    return ParsedArguments(args, run, hf_config, log.getvalue())
+    args.tensorboard_dir = None  # Megatron would open a writer of its own there
+    return ParsedArguments(args, run, hf_config, log.getvalue(), frozenset(explicit))
 
 
 def _fail(message: str) -> NoReturn:
@@ -225,9 +154,11 @@ def _with_percent_signs_escaped(text: str | None) -> str | None:
     return text if text is None else re.sub(r"%(?![(%])(?<!%%)", "%%", text)
 
 
-def _explicit_destinations(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:
-    given = {word.split("=", 1)[0] for word in argv if word.startswith("--")}
-    return {action.dest for action in parser._actions if given.intersection(action.option_strings)}
+def _read_flags(parser: argparse.ArgumentParser, argv: list[str]) -> list[GivenFlag]:
+    try:
+        return given_flags(parser, argv)
+    except (AssertionError, KeyError, SyntaxError, NameError) as error:  # by functions of Megatron's that read a value
+        raise ConfigError(f"a value of a flag cannot be read ({error!r}); --help lists the flags") from error
 
 
 def _resolve(args: argparse.Namespace, explicit: set[str]) -> "PretrainedConfig":
@@ -315,13 +246,32 @@ def _take_fp8_from_megatron(args: argparse.Namespace) -> tuple[str | None, str |
     return fp8
 
 
-def _validate(validate_args: Any, args: argparse.Namespace) -> None:
+@contextlib.contextmanager
+def _told_by_megatron() -> Iterator[None]:
+    """What Megatron finds wrong with the flags is a user's mistake."""
     try:
-        validate_args(args, {})
+        yield
     except AssertionError as error:
         raise ConfigError(f"Megatron refuses the flags: {error or _failed_assertion(error)}") from error
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError, ImportError) as error:
         raise ConfigError(f"Megatron refuses the flags: {error}") from error
+
+
+def _rehearse(args: argparse.Namespace) -> None:
+    """Makes the configurations that Megatron will make of the flags, so that what it finds is told before any work."""
+    from megatron.training import global_vars, training
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    core_transformer_config_from_args(args)
+    training.get_megatron_optimizer_config(args)
+    training.get_megatron_ddp_config(args)
+    lr_decay_iters = args.lr_decay_iters
+    global_vars.set_args(args)
+    try:
+        training.get_optimizer_param_scheduler(SimpleNamespace(param_groups=[]))
+    finally:
+        global_vars.set_args(None)
+        args.lr_decay_iters = lr_decay_iters
 
 
 def _shapes_vary(args: argparse.Namespace, batching: BatchingConfig) -> bool:

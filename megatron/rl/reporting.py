@@ -172,6 +172,11 @@ class Reporter:
             }
         )
 
+    def stopped(self, reason: str) -> None:
+        """The run ends before its last step; its checkpoint is saved."""
+        self._log.close()
+        self._display.note(f"stopped: {reason}; the checkpoint is saved, and --load goes on from it")
+
     def finish(self, evaluations: Sequence[tuple[int, Evaluation]], saved: Sequence[tuple[str, str]]) -> None:
         """Plots, what was saved where, and the reward of the first and of the last evaluation."""
         self._log.close()

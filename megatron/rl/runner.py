@@ -19,6 +19,7 @@ from megatron.rl.policy.learner import HeadSettings, Learner
 from megatron.rl.reporting import Reporter
 from megatron.rl.rewards import Scorer, check_prompts, make_scorer
 from megatron.rl.run_log import EXPORT_FOLDER
+from megatron.rl.stopping import Stop
 from megatron.rl.trainer import Parts, Progress, Trainer
 from megatron.rl.weights import (
     check_hf_weights,
@@ -142,6 +143,7 @@ def _train(
             saved=(("Megatron checkpoint", args.save), ("Hugging Face export", export_dir)),
             groups=policy.groups,
             micro_batches=_micro_batcher(config, policy, pad_id(tokenizer)),
+            stop=Stop(args),
         )
         Trainer(config, parts, progress).train()
 

@@ -95,11 +95,24 @@ def build_policy(args: argparse.Namespace, run: RunConfig) -> Policy:
     optimizer = get_megatron_optimizer(optimizer_config, chunks, config_overrides=overrides)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
+    if args.overlap_grad_reduce:
+        _let_gradients_be_reduced_early(args, config, chunks)
     scheduler = get_optimizer_param_scheduler(optimizer)
     device = (
         torch.device("cpu") if cpu_platform.is_cpu_platform() else torch.device("cuda", torch.cuda.current_device())
     )
     return Policy(chunks, optimizer, scheduler, config, groups, args.vocab_size, device)
+
+
+def _let_gradients_be_reduced_early(args: argparse.Namespace, config: Any, chunks: list[torch.nn.Module]) -> None:
+    """Tells the schedule which micro-batch is the last, from whose backward pass on gradients are reduced."""
+
+    def for_schedule(functions: list[Any]) -> Any:
+        return functions if len(functions) > 1 else functions[0]
+
+    config.no_sync_func = for_schedule([chunk.no_sync for chunk in chunks])
+    if args.align_grad_reduce:
+        config.grad_sync_func = for_schedule([chunk.start_grad_sync for chunk in chunks])
 
 
 def _local_layers(

@@ -43,6 +43,7 @@ class Parts:
     saved: Sequence[tuple[str, str]]  # (what, where) of the two above
     groups: Any  # Megatron's ProcessGroupCollection
     micro_batches: MicroBatcher
+    stop: Callable[[int], str | None]  # by optimizer steps finished: why the run should end there
 
 
 @dataclass
@@ -71,6 +72,8 @@ class Trainer:
         self._evaluate()
         while self._progress.iteration < self._run.trainer.train_iters:
             self._step()
+            if self._stops_early():
+                return
             if self._is_due(self._run.trainer.eval_interval):
                 self._evaluate()
         self._evaluate()
@@ -78,6 +81,18 @@ class Trainer:
             self._save()
             self._parts.export_folder()
         self._report.finish(self._progress.evaluations, self._parts.saved)
+
+    def _stops_early(self) -> bool:
+        """Saves and says so where the run is to end before its last step. It can go on from there."""
+        if self._progress.iteration == self._run.trainer.train_iters:
+            return False
+        reason = self._parts.stop(self._progress.iteration)
+        if reason is None:
+            return False
+        with self._report.phase("save"):
+            self._save()
+        self._report.stopped(reason)
+        return True
 
     def _step(self) -> None:
         """One rollout batch: sample, score, take the optimizer steps, hand the new weights to the engine."""

@@ -53,18 +53,16 @@ def test_explicit_megatron_flags_win():
             "7",
             "--rl-default-temperature",
             "0.7",
-            "--grpo-clamp-eps-lower",
-            "0.1",
             "--rotary-base",
-            "500",
-            "--moe-router-topk=1",
+            "10000",
+            "--moe-router-topk=2",
         ]
     )
     run, args = parsed.run, parsed.megatron
     assert (run.trainer.group_size, run.trainer.prompts_per_step, run.trainer.mini_batch_size) == (4, 6, 8)
     assert (run.trainer.iterations_per_step, run.trainer.steps_in_all()) == (3, 3)
-    assert (args.lr, args.seed, run.sampling.temperature, run.objective.eps_low) == (3e-5, 7, 0.7, 0.1)
-    assert (args.rotary_base, args.moe_router_topk) == (500, 1)
+    assert (args.lr, args.seed, run.sampling.temperature) == (3e-5, 7, 0.7)
+    assert (args.rotary_base, args.moe_router_topk) == (10000, 2)
 
 
 def test_hf_model_gives_the_architecture(tmp_path):
@@ -112,7 +110,7 @@ MISTAKES = {
     "--max-response-tokens 100000": "positions",
     "--grpo-kl-beta 0.1": "reference model",
     "--rl-default-temperature 0": "positive",
-    "--rl-generation-lag 1": "no effect",
+    "--rl-generation-lag 1": "current policy only",
     "--fp8-format e4m3 --fp8-recipe blockwise": "blockwise",
     "--fp8-format e5m9": "fp8-format",
     "--no-such-flag": "no-such-flag",
@@ -126,12 +124,12 @@ MISTAKES = {
     "--max-tokens-per-gpu 23": "can need, 24; give at least 24",
     "--max-tokens-per-gpu 48 --micro-batch-size 2": "micro-batches are cut by tokens",
     "--rl-use-sequence-packing --micro-batch-size 2": "micro-batches are cut by tokens",
-    "--max-tokens-per-gpu 48 --rl-sequence-packing-max-sequences-per-bin 3": "needs --rl-use-sequence-packing",
+    "--max-tokens-per-gpu 48 --rl-sequence-packing-max-sequences-per-bin 3": "without --rl-use-sequence-packing",
     "--rl-use-sequence-packing --rl-sequence-packing-algo round-robin": "balanced",
     "--recompute-granularity selective --recompute-modules layernorm": "core_attn, mlp or moe",
-    "--rollout-url http://127.0.0.1:1": "add --rollout-engine vllm",
-    "--weight-sync-dir /tmp": "is for servers",
-    "--rollout-engine sglang --rollout-url http://127.0.0.1:1 --rollout-server-args x": "no server is started",
+    "--rollout-url http://127.0.0.1:1": "without servers (--rollout-engine vllm",
+    "--weight-sync-dir /tmp": "without servers",
+    "--rollout-engine sglang --rollout-url http://127.0.0.1:1 --rollout-server-args x": "started here",
     "--rollout-engine trt": "invalid choice",
     "--loss-normalization mean": "invalid choice",
     "--reward-workers 0": "reward-workers",

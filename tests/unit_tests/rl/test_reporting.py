@@ -181,6 +181,18 @@ def test_what_a_person_reads(run, groups, capsys):
     ]
 
 
+def test_a_run_that_ends_early_says_why_and_how_it_goes_on(run, groups, capsys):
+    with Reporter(run, groups, torch.device("cpu"), 2, None) as reporter:
+        _report_a_step(reporter, _samples(), 1, 2)
+        reporter.stopped("1 minutes are up (--exit-duration-in-mins)")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert (
+        last
+        == "stopped: 1 minutes are up (--exit-duration-in-mins); the checkpoint is saved, and --load goes on from it"
+    )
+    assert [record["step"] for record in read_metrics(run.trainer.run_dir)] == [1]
+
+
 def test_a_run_without_evaluation_gains_nothing_to_speak_of(run, groups, capsys):
     with Reporter(run, groups, torch.device("cpu"), 1, None) as reporter:
         _report_a_step(reporter, _samples(), 1, 2)

@@ -39,6 +39,7 @@ class StandIns:
         self.log: list[Any] = []
         self.batches: list[list[TokenBatch]] = []
         self.weights: list[torch.Tensor] = []
+        self.stops: dict[int, str] = {}  # reasons by optimizer steps finished
 
     # the engine and what feeds it
     holds_weights_here = True
@@ -90,6 +91,7 @@ class StandIns:
             saved=[("checkpoint", "there")],
             groups=SimpleNamespace(dp_cp=None),
             micro_batches=MicroBatcher(BatchingConfig(micro_batch_size=2), dp_rank=dp[0], dp_size=dp[1]),
+            stop=self.stops.get,
         )
 
 
@@ -120,6 +122,9 @@ class Notes:
     def evaluation(self, step: int, iteration: int, evaluation: object) -> None:
         self.log.append(f"evaluation {step} {iteration}")
 
+    def stopped(self, reason: str) -> None:
+        self.log.append(f"stopped: {reason}")
+
     def finish(self, evaluations: list, saved: object) -> None:
         self.log.append(f"finish {[step for step, _ in evaluations]}")
 
@@ -140,8 +145,10 @@ def _train(
     progress: Progress | None = None,
     eval_prompts: tuple[Prompt, ...] = tuple(PROMPTS[5:]),
     dp: tuple[int, int] = (0, 1),
+    stops: dict[int, str] | None = None,
 ) -> StandIns:
     stand_ins = StandIns()
+    stand_ins.stops = stops or {}
     Trainer(run, stand_ins.parts(eval_prompts, dp), progress or Progress()).train()
     return stand_ins
 
@@ -189,6 +196,24 @@ def test_a_run_with_nothing_left_to_do_evaluates_once_and_saves_where_it_has_not
     log = _train(_run("--train-iters", "4", "--save-interval", "2"), Progress(step=2, iteration=4, saved=saved)).log
     assert log.count("checkpoint") == checkpoints and log.count("evaluation 2 4") == 1
     assert log[-2:] == ["export", "finish [2]"]
+
+
+def test_a_run_that_is_to_end_early_saves_and_ends_after_the_step():
+    log = _train(_run("--train-iters", "6", "--eval-interval", "2"), stops={4: "time is up"}).log
+    assert [entry for entry in log if entry.startswith(("step", "checkpoint", "evaluation", "stopped", "finish"))] == [
+        *("evaluation 0 0", "step 1 2", "evaluation 1 2", "step 2 4", "checkpoint", "stopped: time is up")
+    ]
+    assert "export" not in log
+
+
+def test_a_checkpoint_that_is_due_where_a_run_ends_early_is_saved_once():
+    log = _train(_run("--train-iters", "6", "--save-interval", "4"), stops={4: "time is up"}).log
+    assert log.count("checkpoint") == 1
+
+
+def test_a_run_that_is_done_does_not_end_early():
+    log = _train(_run("--train-iters", "4"), stops={4: "time is up"}).log
+    assert log[-1] == "finish [0, 2]"
 
 
 def test_a_run_without_held_out_problems():
