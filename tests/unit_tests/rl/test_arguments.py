@@ -91,6 +91,146 @@ def test_top_p_and_top_k_of_megatron_mean_none():
     assert (sampling.top_p, sampling.top_k) == (1.0, 0)
 
 
+# What contradicts the bundled model, or does nothing beside the other flags.
+WITHOUT_EFFECT = {
+    "--num-layers 3": "--num-layers 3 contradicts the model in --hf-model, which has 2",
+    "--hidden-size 128": "which has 64",
+    "--rotary-base 500": "which has 10000",
+    "--moe-router-topk=1": "which has 2",
+    "--normalization LayerNorm": "which has RMSNorm",
+    "--untie-embeddings-and-output-weights --vocab-size 54": "which has 53",
+    "--attention-dropout 0.1": "which has 0.0",
+    "--norm-epsilon 1e-5": "which has 1e-06",
+    "--add-qkv-bias": "which has False",
+    "--moe-router-score-function sigmoid": "which has softmax",
+    "--rope-scaling-factor 4": "no effect on the model",
+    "--loss grpo --loss-delta 0.2": "--loss-delta 0.2 has no effect without a --loss that has a delta",
+    "--loss-eps 0.1": "without --loss spo",
+    "--grpo-clamp-eps-upper 0.3": "without --loss grpo or gspo",
+    "--loss k3 --no-loss-advantage-weight": "without a --loss with an advantage weight",
+    "--loss-normalization token-mean --loss-horizon 8": "without --loss-normalization seq-mean-token-sum-norm",
+    "--reward exact --reward-timeout 9": "without a --reward that runs in workers",
+    "--calculate-per-token-loss": "token-mean",
+    "--sequence-parallel": "without --tensor-model-parallel-size above 1",
+    "--num-layers-per-virtual-pipeline-stage 1": "without --pipeline-model-parallel-size above 1",
+    "--cp-comm-type a2a": "without --context-parallel-size above 1",
+    "--min-lr 1e-7": "without an --lr-decay-style other than constant",
+    "--lr-decay-iters 10": "without an --lr-decay-style other than constant",
+    "--lr-warmup-init 1e-7": "without --lr-warmup-iters",
+    "--lr-wsd-decay-iters 10": "without --lr-decay-style WSD",
+    "--start-weight-decay 0.1": "without --weight-decay-incr-style",
+    "--weight-decay 0.1 --weight-decay-incr-style linear": "without --weight-decay-incr-style constant",
+    "--decoupled-min-lr 1e-5": "without --decoupled-lr",
+    "--moe-aux-loss-coeff 0.01": "without --moe-router-load-balancing-type aux_loss",
+    "--moe-router-load-balancing-type aux_loss": "without --moe-aux-loss-coeff",
+    "--moe-grouped-gemm": "without Transformer Engine",
+    "--moe-enable-deepep": "without GPUs",
+    "--attention-backend flash": "without Transformer Engine",
+    "--fp8-format e4m3 --no-fp8-wgrad": "without Transformer Engine",
+    "--fp8-recipe mxfp8": "without --fp8-format",
+    "--grad-reduce-in-bf16": "without --bf16",
+    "--no-use-distributed-optimizer --loss-scale 8": "without --bf16 or the distributed optimizer",
+    "--no-use-distributed-optimizer --no-check-for-nan-in-loss-and-grad": "applies what is not finite",
+    "--ddp-bucket-size 1000": "without --overlap-grad-reduce",
+    "--recompute-modules mlp": "without --recompute-granularity selective",
+    "--recompute-granularity selective --recompute-num-layers 1": "without --recompute-granularity full",
+    "--ckpt-step 2": "without --load",
+    "--finetune": "without --load",
+    "--no-load-optim": "without --load",
+    "--load x --finetune --no-load-optim": "without --load without --finetune",
+    "--load x --no-load-optim --use-checkpoint-opt_param-scheduler": "without an optimizer that goes on",
+    "--exit-signal SIGUSR1": "without --exit-signal-handler",
+    "--seq-length 64": "--seq-length 64 has no effect: rows are as long as their longest response",
+    "--rl-use-sequence-packing --max-tokens-per-gpu 64 --seq-length 48": "--seq-length 48 has no effect",
+    "--moe-token-dispatcher-type flex": "needs experts that are shared out",
+}
+
+
+@pytest.mark.parametrize("flags", WITHOUT_EFFECT)
+def test_a_flag_that_would_do_nothing_is_refused_in_one_line(flags):
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments(flags.split())
+    message = str(caught.value)
+    assert WITHOUT_EFFECT[flags] in message, message
+    assert "\n" not in message and len(message) < 400
+
+
+def test_flags_of_experts_and_of_held_out_problems_need_them(tmp_path):
+    config = json.loads((assets.bundled_model_dir() / "config.json").read_text())
+    dense = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | dense))
+    base = ["--hf-model", str(tmp_path), "--train-prompts", str(assets.bundled_train_prompts())]
+    base += ["--max-prompt-tokens", "16", "--max-response-tokens", "8"]
+    parse_arguments(base)
+    parse_arguments([*base, "--apply-wd-to-qk-layernorm"])
+    for flags, message in {
+        "--moe-z-loss-coeff 0.1": "without a model that has experts",
+        "--moe-token-dispatcher-type allgather": "without a model that has experts",
+        "--num-experts 8": "contradicts the model in --hf-model, which has None",
+        "--moe-router-topk 2": "has no effect on the model in --hf-model",
+        "--expert-tensor-parallel-size 1": "without a model that has experts",
+        "--eval-interval 1": "without held-out problems",
+        "--rl-prompts-per-eval 4": "without held-out problems",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            parse_arguments([*base, *flags.split()])
+
+
+# What Megatron's own script for such a model would say, besides data and tokenizer.
+EQUAL = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --kv-channels 16 --vocab-size 53 --max-position-embeddings 1024 "
+    "--position-embedding-type rope --no-position-embedding --rotary-base 10000 --rotary-percent 1.0 --normalization RMSNorm --norm-epsilon 1e-6 "
+    "--swiglu --disable-bias-linear --qk-layernorm --untie-embeddings-and-output-weights --attention-dropout 0.0 "
+    "--hidden-dropout 0 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64 --use-mcore-models "
+    "--no-one-logger --seq-length 24 --transformer-impl local --optimizer adam --ckpt-format torch_dist --log-interval 1 "
+    "--moe-router-load-balancing-type none --moe-router-dtype fp32 --accumulate-allreduce-grads-in-fp32"
+)
+
+
+def test_flags_that_say_what_is_so_are_let_through():
+    parsed, bare = parse_arguments(EQUAL.split()), parse_arguments([])
+    assert parsed.run == bare.run
+    different = {name for name, value in vars(parsed.megatron).items() if value != getattr(bare.megatron, name)}
+    # The last is so of float32 gradients in any case.
+    assert different <= {"deprecated_use_mcore_models", "add_position_embedding", "accumulate_allreduce_grads_in_fp32"}
+
+
+# What only Megatron's own checks, or the configurations that it makes of the flags, find wrong.
+REFUSED_BY_MEGATRON = {
+    "--recompute-granularity selective --recompute-modules nonsense": "nonsense",
+    "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1": "moe_aux_loss_coeff",
+    "--moe-layer-freq [1": "cannot be read",
+    "--clip-grad nan": "--clip-grad must be",
+    "--adam-beta1 2": "--adam-beta1 must be",
+    "--adam-eps -1": "--adam-eps must be",
+    "--weight-decay -0.1": "--weight-decay must be",
+    "--seed 4294967296": "--seed must be",
+    "--loss-scale -8": "--loss-scale must be",
+    "--lr-warmup-iters 100": "--lr-warmup-iters 100 must be below --lr-decay-iters, which is 80",
+    "--lr-decay-style WSD": "needs --lr-wsd-decay-iters",
+    "--lr-decay-style cosine --min-lr 1": "--min-lr 1.0 is above --lr",
+    "--lr-warmup-iters 2 --lr-warmup-init 1": "--lr-warmup-init 1.0 is above --lr",
+    "--weight-decay-incr-style linear": "needs --start-weight-decay",
+    "--weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1": "not below it",
+    "--lr-warmup-iters 2 --lr-warmup-fraction 0.1": "lr-warmup",
+    "--exit-interval 3": "--exit-interval 3 (optimizer steps) is not a multiple",
+    "--save-interval 4 --save-retain-interval 6": "not a multiple of --save-interval 4",
+    "--exit-duration-in-mins 0": "--exit-duration-in-mins must be at least 1",
+    "--load x --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler": "use-checkpoint",
+    "--overlap-grad-reduce --ddp-num-buckets 2 --ddp-bucket-size 9": "num_buckets",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED_BY_MEGATRON)
+def test_what_megatron_would_stumble_over_later_is_told_before_any_work(flags):
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments(flags.split())
+    message = str(caught.value)
+    assert REFUSED_BY_MEGATRON[flags] in message, message
+    assert len(message) < 500
+
+
 MISTAKES = {
     "--loss nonsense": "nonsense",
     "--loss-delta 0": "delta",
