@@ -178,12 +178,12 @@ def test_flags_of_experts_and_of_held_out_problems_need_them(tmp_path):
 
 # What Megatron's own script for such a model would say, besides data and tokenizer.
 EQUAL = (
-    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention --num- "
-    "query-groups 2 --kv-channels 16 --vocab-size 53 --max-position-embeddings 1024 --position-embedding-type "
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --kv-channels 16 --vocab-size 53 --max-position-embeddings 1024 --position-embedding-type "
     "rope --no-position-embedding --rotary-base 10000 --rotary-percent 1.0 --normalization RMSNorm --norm-epsilon "
     "1e-6 --swiglu --disable-bias-linear --qk-layernorm --untie-embeddings-and-output-weights --attention-dropout "
-    "0.0 --hidden-dropout 0 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64 --use-mcore-models --no- "
-    "one-logger --seq-length 24 --transformer-impl local --optimizer adam --ckpt-format torch_dist --log-interval "
+    "0.0 --hidden-dropout 0 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64 --use-mcore-models "
+    "--no-one-logger --seq-length 24 --transformer-impl local --optimizer adam --ckpt-format torch_dist --log-interval "
     "1 --moe-router-load-balancing-type none --moe-router-dtype fp32 --accumulate-allreduce-grads-in-fp32"
 )
 
