@@ -65,6 +65,12 @@ def add_rl_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         choices=["error", "skip"],
         help="a prompt over the limit stops the run, or is skipped and counted",
     )
+    add(
+        "--unscorable-prompts",
+        default="keep",
+        choices=["keep", "skip"],
+        help="problems whose own right answer does not score 1 are told at the start, and kept or skipped",
+    )
     add("--apply-chat-template", action="store_true", help="send plain-text prompts through the chat template too")
     add("--reward", default="math-verify", help="math-verify, exact or reasoning-gym")
     add("--reward-workers", type=int, default=1, help="scoring processes of each rank")

@@ -317,6 +317,7 @@ def _run_config(args: argparse.Namespace, fp8: tuple[str | None, str | None], ba
             args.max_prompt_tokens,
             args.max_response_tokens,
             args.overlong_prompts,
+            args.unscorable_prompts,
             args.apply_chat_template,
         ),
         batching=batching,

@@ -71,6 +71,7 @@ class DataConfig:
     max_prompt_tokens: int
     max_response_tokens: int
     overlong_prompts: str = "error"  # or "skip": leave them out and count them
+    unscorable_prompts: str = "keep"  # or "skip": leave out those whose own right answer does not score; told anyway
     apply_chat_template: bool = False  # to plain text too; lists of messages always go through it
 
 

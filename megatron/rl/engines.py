@@ -32,8 +32,12 @@ _VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _ROOT = Path(__file__).parents[2]
 
 
-def open_engine(parsed: ParsedArguments, tokenizer: Any, device: torch.device, version: int) -> RolloutEngine:
+def open_engine(
+    parsed: ParsedArguments, tokenizer: Any, device: torch.device, version: int, patient: dist.ProcessGroup
+) -> RolloutEngine:
     """The run's engine. Its weights are those of ``--hf-model`` until the first update. Collective.
+
+    ``patient`` is a group of all ranks, which wait in it for rank 0 as long as a server takes to start.
 
     Raises:
         ConfigError: the engine's environment or a place for the weights is missing.
@@ -42,7 +46,7 @@ def open_engine(parsed: ParsedArguments, tokenizer: Any, device: torch.device, v
     run = parsed.run
     eos = eos_token_ids(run.hf_model, tokenizer)
     if run.rollout.engine != "hf":
-        return _open_servers(parsed, eos, version)
+        return _open_servers(parsed, eos, version, patient)
     return HFEngine(
         run.hf_model,
         load_tensors=load_into_hf_model,
@@ -77,18 +81,18 @@ def describe(parsed: ParsedArguments) -> str:
     return f"{rollout.engine}, started here; its log is {_log_dir(parsed.run)}/{rollout.engine}-0.log"
 
 
-def _open_servers(parsed: ParsedArguments, eos: Sequence[int], version: int) -> HttpEngine:
+def _open_servers(parsed: ParsedArguments, eos: Sequence[int], version: int, patient: dist.ProcessGroup) -> HttpEngine:
     run, hf_config = parsed.run, parsed.hf_config
     sizes = exported_sizes(hf_config)
     sync_dir = _sync_dir(run, sum(sizes.values()) * parsed.megatron.params_dtype.itemsize)
-    urls, processes = list(run.rollout.urls), _start_one(parsed)
+    urls, processes = list(run.rollout.urls), _start_one(parsed, patient)
     if not urls:
         told = [processes[0].url if processes else ""]
-        dist.broadcast_object_list(told, src=0)
+        dist.broadcast_object_list(told, group=patient, group_src=0)
         urls = told
 
     def save(folder: Path, tensors: Any) -> None:
-        save_hf_checkpoint(folder, tensors, source_dir=run.hf_model, max_shard_bytes=_BUCKET_BYTES)
+        save_hf_checkpoint(folder, tensors, source_dir=run.hf_model, max_shard_bytes=_BUCKET_BYTES, group=patient)
 
     try:
         return HttpEngine(
@@ -101,6 +105,7 @@ def _open_servers(parsed: ParsedArguments, eos: Sequence[int], version: int) -> 
             save_tensors=save,
             sync_dir=sync_dir,
             processes=processes,
+            group=patient,
             version=version,
         )
     except BaseException:
@@ -117,7 +122,7 @@ def _log_dir(run: RunConfig) -> Path:
     return Path(run.trainer.run_dir) / "servers"
 
 
-def _start_one(parsed: ParsedArguments) -> list[ServerProcess]:
+def _start_one(parsed: ParsedArguments, patient: dist.ProcessGroup) -> list[ServerProcess]:
     """A server on rank 0's machine where none is to be joined; an error of its start is raised on all ranks."""
     run, args = parsed.run, parsed.megatron
     if run.rollout.urls:
@@ -140,7 +145,7 @@ def _start_one(parsed: ParsedArguments) -> list[ServerProcess]:
             started = start_servers(SERVER_SPECS[run.rollout.engine], settings, count=1, log_dir=_log_dir(run))
         except RolloutError as error:
             problem[0] = str(error)
-    dist.broadcast_object_list(problem, src=0)
+    dist.broadcast_object_list(problem, group=patient, group_src=0)
     if problem[0] is not None:
         raise RolloutError(problem[0])
     return started

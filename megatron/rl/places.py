@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megatron.rl.arguments import ParsedArguments
 from megatron.rl.checkpoint import Start, drop_later_checkpoints
@@ -18,15 +19,18 @@ def check(parsed: ParsedArguments, start: Start) -> None:
 
 
 @contextlib.contextmanager
-def held(parsed: ParsedArguments, start: Start) -> Iterator[list[str]]:
-    """The folders are this run's within the block. Yields, on rank 0, a line for what was done to them. Collective."""
+def held(parsed: ParsedArguments, start: Start, group: ProcessGroup) -> Iterator[list[str]]:
+    """The folders are this run's within the block. Yields, on rank 0, a line for what was done to them.
+
+    Collective over ``group``, of all ranks.
+    """
     with contextlib.ExitStack() as stack:
         notes: list[str] = []
         if parsed.megatron.rank == 0:
             notes = stack.enter_context(hold_places(_places(parsed, start)))
             if start.goes_on and (note := drop_later_checkpoints(parsed.megatron, start.iteration)):
                 notes.append(note)
-        torch.distributed.barrier()
+        torch.distributed.barrier(group)
         yield notes
 
 

@@ -6,19 +6,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
-from megatron.rl import checkpoint, places, setup, start_up
+from megatron.rl import checkpoint, patience, places, setup, start_up
 from megatron.rl.arguments import ParsedArguments, parse_arguments
 from megatron.rl.collector import Collector
 from megatron.rl.config import RunConfig
-from megatron.rl.data import MicroBatcher, PromptSampler, PromptSet, load_prompts
+from megatron.rl.data import MicroBatcher, PromptSampler
 from megatron.rl.engines import open_engine, pad_id
 from megatron.rl.errors import ConfigError
 from megatron.rl.objectives import Objective, get_objective
 from megatron.rl.policy.learner import HeadSettings, Learner
 from megatron.rl.reporting import Reporter
-from megatron.rl.rewards import Scorer, check_prompts, make_scorer
+from megatron.rl.rewards import Scorer, make_scorer
 from megatron.rl.run_log import EXPORT_FOLDER
+from megatron.rl.run_prompts import RunPrompts, prepare_prompts
 from megatron.rl.stopping import Stop
 from megatron.rl.trainer import Parts, Progress, Trainer
 from megatron.rl.weights import (
@@ -39,15 +41,12 @@ def run(argv: list[str]) -> None:
     start = checkpoint.read_start(parsed.megatron, config.trainer)
     places.check(parsed, start)
     tokenizer = load_tokenizer(config.hf_model)
-    train = _prompts(config.data.train_prompts, parsed, tokenizer)
-    held_out = _prompts(config.data.eval_prompts, parsed, tokenizer) if config.data.eval_prompts else None
     with make_scorer(config.reward) as scorer:
-        if parsed.megatron.rank == 0:  # ranks score alike, so one checks for all
-            for prompts in filter(None, (train, held_out)):
-                check_prompts(scorer, prompts)
         setup.initialize(parsed.megatron)
         try:
-            _train(parsed, start, tokenizer, scorer, train, held_out)
+            patient = patience.patient_group()
+            prompts = prepare_prompts(parsed, tokenizer, scorer, patient)
+            _train(parsed, start, tokenizer, scorer, prompts, patient)
         finally:
             torch.distributed.destroy_process_group()
 
@@ -66,36 +65,28 @@ def load_tokenizer(folder: str) -> Any:
     return tokenizer
 
 
-def _prompts(path: str, parsed: ParsedArguments, tokenizer: Any) -> PromptSet:
-    data = parsed.run.data
-    return load_prompts(
-        path,
-        tokenizer,
-        vocab_size=parsed.hf_config.vocab_size,
-        max_prompt_tokens=data.max_prompt_tokens,
-        overlong=data.overlong_prompts,
-        apply_chat_template="always" if data.apply_chat_template else "auto",
-    )
-
-
 def _train(
     parsed: ParsedArguments,
     start: checkpoint.Start,
     tokenizer: Any,
     scorer: Scorer,
-    train: PromptSet,
-    held_out: PromptSet | None,
+    prompts: RunPrompts,
+    patient: ProcessGroup,
 ) -> None:
     args, config, hf_config = parsed.megatron, parsed.run, parsed.hf_config
     policy = setup.build_policy(args, config)
     progress = Progress(start.step, start.iteration, saved=start.iteration if start.goes_on else None)
-    sampler = PromptSampler(train, config.trainer.seed)
+    sampler = PromptSampler(prompts.train, config.trainer.seed)
     if start.prompts is not None:
         sampler.load_state_dict(start.prompts)
     if args.load:
         checkpoint.load_checkpoint(args, policy)
     else:
-        load_hf_weights(policy.chunks, config.hf_model, hf_config=hf_config, pg_collection=policy.groups)
+
+        def load() -> None:
+            load_hf_weights(policy.chunks, config.hf_model, hf_config=hf_config, pg_collection=policy.groups)
+
+        patience.on_all_ranks(load, patient)
         policy.optimizer.reload_model_params()
     export_dir = os.path.join(config.trainer.run_dir, EXPORT_FOLDER)
 
@@ -106,14 +97,14 @@ def _train(
         state = replace(start, iteration=progress.iteration, step=progress.step, prompts=sampler.state_dict())
         checkpoint.save_checkpoint(args, policy, state)
 
-    rows, notes = start_up.describe(parsed, start, policy, train, held_out)
+    rows, notes = start_up.describe(parsed, start, policy, prompts.train, prompts.held_out)
     steps = config.trainer.steps_in_all(start.step, start.iteration)
     with (
-        places.held(parsed, start) as done,
-        open_engine(parsed, tokenizer, policy.device, start.step) as engine,
+        places.held(parsed, start, patient) as done,
+        open_engine(parsed, tokenizer, policy.device, start.step, patient) as engine,
         Reporter(config, policy.groups, policy.device, steps, start.step or None) as reporter,
     ):
-        reporter.start(rows, [*notes, *done])
+        reporter.start(rows, [*prompts.notes, *notes, *done])
         parts = Parts(
             learner=Learner(
                 policy.chunks,
@@ -134,12 +125,12 @@ def _train(
                 engine, scorer, tokenizer, seed=config.trainer.seed, group=torch.distributed.group.WORLD
             ),
             prompts=sampler,
-            preflight_prompts=train[:_PREFLIGHT_PROMPTS],
-            eval_prompts=held_out[: config.trainer.eval_prompts] if held_out is not None else (),
+            preflight_prompts=prompts.train[:_PREFLIGHT_PROMPTS],
+            eval_prompts=prompts.held_out[: config.trainer.eval_prompts] if prompts.held_out is not None else (),
             reporter=reporter,
             export_weights=export,
             save_checkpoint=save_checkpoint,
-            export_folder=lambda: save_hf_checkpoint(export_dir, export(), source_dir=config.hf_model),
+            export_folder=lambda: save_hf_checkpoint(export_dir, export(), source_dir=config.hf_model, group=patient),
             saved=(("Megatron checkpoint", args.save), ("Hugging Face export", export_dir)),
             groups=policy.groups,
             micro_batches=_micro_batcher(config, policy, pad_id(tokenizer)),

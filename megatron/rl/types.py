@@ -19,6 +19,7 @@ class Prompt:
     answer: str
     source: str = ""
     metadata: dict = field(default_factory=dict)  # what a scorer needs beyond the answer
+    line: int = field(default=0, compare=False)  # where it stands in its file, from 1; for messages
 
 
 @dataclass(frozen=True)

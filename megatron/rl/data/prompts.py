@@ -75,7 +75,7 @@ def load_prompts(
             break
         text, token_ids = encode(record)
         if len(token_ids) <= max_prompt_tokens:
-            prompts.append(Prompt(index, text, token_ids, record.answer, record.source, record.metadata))
+            prompts.append(Prompt(index, text, token_ids, record.answer, record.source, record.metadata, record.line))
         elif overlong == "skip":
             skipped += 1
         else:

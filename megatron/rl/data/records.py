@@ -21,6 +21,11 @@ class Record:
     source: str
     metadata: dict
 
+    @property
+    def line(self) -> int:
+        """Counted from 1."""
+        return int(self.place.rpartition(":")[2])
+
 
 def read_records(path: str) -> Iterator[Record]:
     """The problems of a JSONL file, in order, blank lines left out. The layouts, told apart by their fields:

@@ -132,7 +132,7 @@ DATA = Theme(
     "Prompts, rewards and the tokenizer",
     (
         acts("--train-prompts --eval-prompts --max-prompt-tokens --max-response-tokens --overlong-prompts"),
-        acts("--apply-chat-template --reward --rollout-engine"),
+        acts("--apply-chat-template --reward --rollout-engine --unscorable-prompts"),
         acts("--rollout-url --weight-sync-dir", needs="servers"),
         acts("--rollout-server-args", needs="own-server"),
         acts("--reward-workers --reward-timeout", needs="workers"),

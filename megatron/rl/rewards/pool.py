@@ -1,7 +1,9 @@
 """Scoring in worker processes with a hard deadline for each response."""
 
+import json
 import queue
 import threading
+from collections.abc import Hashable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 from megatron.rl.errors import RewardError
 from megatron.rl.rewards.scorer import Scorer
 from megatron.rl.rewards.worker_process import WorkerDied, WorkerDiedStarting, WorkerProcess, WorkerTimeout
-from megatron.rl.types import RewardItem, RewardResult
+from megatron.rl.types import Prompt, RewardItem, RewardResult
 
 _ATTEMPTS = 2
 
@@ -25,6 +27,7 @@ class WorkerPool(Scorer):
 
     The function gets ``{"response", "answer", "source", "metadata"}`` and returns the score. For each response:
 
+    * the function raises :class:`~megatron.rl.rewards.protocol.UnreadableResponse`: score 0, status ``unreadable``;
     * no score within ``timeout_s``: status ``timeout``, and the process is killed and replaced;
     * the function raises, or its score is not finite: status ``error``;
     * the process dies: it is replaced and the response scored once more, since the cause can lie outside of it
@@ -32,9 +35,20 @@ class WorkerPool(Scorer):
       :class:`~megatron.rl.errors.RewardError` where the process does not even start.
 
     No response's fate touches another's.
+
+    Args:
+        spec: the function.
+        workers: processes.
+        timeout_s: deadline of each response, in seconds.
+        right_response: how a response gives an answer, with ``{}`` for it.
+        by_answer: the function looks at a problem's answer alone, not at its source and metadata.
     """
 
-    def __init__(self, spec: str, *, workers: int, timeout_s: float) -> None:
+    def __init__(
+        self, spec: str, *, workers: int, timeout_s: float, right_response: str = "{}", by_answer: bool = True
+    ) -> None:
+        self._right_response = right_response
+        self._by_answer = by_answer
         self._spec = spec
         self._timeout_s = timeout_s
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -50,6 +64,16 @@ class WorkerPool(Scorer):
     def pids(self) -> list[int]:
         """The workers' process ids at this moment."""
         return [worker.pid for worker in self._workers]
+
+    def right_response(self, answer: str) -> str:
+        """As the reward's function reads it."""
+        return self._right_response.format(answer)
+
+    def key(self, prompt: Prompt) -> Hashable:
+        """The answer, with source and metadata where the function looks at them."""
+        if self._by_answer:
+            return prompt.answer
+        return prompt.answer, prompt.source, json.dumps(prompt.metadata, sort_keys=True)
 
     def submit(self, item: RewardItem) -> Future[RewardResult]:
         """Queues one response. Raises RuntimeError once closed."""

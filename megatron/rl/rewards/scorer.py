@@ -1,11 +1,11 @@
 """What every reward offers, and the one that needs no worker."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from typing import Self
 
-from megatron.rl.types import RewardItem, RewardResult
+from megatron.rl.types import Prompt, RewardItem, RewardResult
 
 
 class Scorer(ABC):
@@ -18,6 +18,14 @@ class Scorer(ABC):
         The future gives a result whatever the response does; it raises
         :class:`~megatron.rl.errors.RewardError` only where the reward cannot be used at all.
         """
+
+    def right_response(self, answer: str) -> str:
+        """A response that gives ``answer`` in the form that the reward asks for."""
+        return answer
+
+    def key(self, prompt: Prompt) -> Hashable:
+        """Equal for problems whose responses the reward scores alike."""
+        return prompt.answer
 
     def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """The results of ``items``, in their order."""

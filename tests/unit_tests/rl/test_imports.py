@@ -19,6 +19,8 @@ LEVELS = [
         "evaluation",
         "checkpoint",
         "places",
+        "patience",
+        "run_prompts",
         "setup",
         "arguments",
         "argument_batching",

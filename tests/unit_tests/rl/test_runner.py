@@ -57,12 +57,15 @@ def test_the_flags_reach_the_objective():
     assert value.item() < 0  # the regulariser acts without an advantage
 
 
-def test_unscorable_problems_stop_the_run_before_megatron_starts(tmp_path):
+def test_problems_none_of_which_can_be_scored_stop_the_run_before_a_model_is_built(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
     argv = ["--train-prompts", str(path), "--reward", "reasoning-gym", "--run-dir", str(tmp_path / "run")]
-    with mock.patch("megatron.rl.setup.initialize", side_effect=AssertionError("started")), pytest.raises(RewardError):
+    built = AssertionError("built")
+    with mock.patch("megatron.rl.setup.build_policy", side_effect=built), pytest.raises(RewardError) as caught:
         runner.run(argv)
+    assert str(caught.value).startswith(f"{path}: no response to any problem can score 1 by --reward reasoning-gym")
+    assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -71,7 +74,6 @@ def test_scorers_are_closed_whatever_happens():
     scorer.__enter__.return_value = scorer
     with (
         mock.patch.object(runner, "make_scorer", return_value=scorer),
-        mock.patch.object(runner, "check_prompts"),
         mock.patch("megatron.rl.setup.initialize", side_effect=RuntimeError("broken")),
         pytest.raises(RuntimeError, match="broken"),
     ):

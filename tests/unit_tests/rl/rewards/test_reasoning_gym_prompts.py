@@ -7,7 +7,7 @@ import pytest
 from megatron.rl.config import RewardConfig
 from megatron.rl.data import load_prompts
 from megatron.rl.errors import RewardError
-from megatron.rl.rewards import check_prompts, make_scorer
+from megatron.rl.rewards import check_share, make_scorer
 from megatron.rl.rewards.reasoning_gym_prompts import make_records
 from megatron.rl.types import RewardItem
 
@@ -44,7 +44,7 @@ def test_from_the_tool_through_the_loader_to_a_score_of_one(tool, tmp_path, data
     assert len(prompts) == 5
     assert {prompt.source for prompt in prompts} == {dataset}
     with make_scorer(RewardConfig("reasoning-gym", workers=1, timeout_s=60)) as scorer:
-        check_prompts(scorer, prompts)
+        assert check_share(scorer, prompts) == {}
         assert [r.score for r in scorer.score([RewardItem(p.answer, p) for p in prompts])] == [1.0] * 5
 
 

@@ -4,8 +4,7 @@ import pytest
 
 from megatron.rl.config import RewardConfig
 from megatron.rl.errors import RewardError
-from megatron.rl.rewards import REWARDS, check_prompts, make_scorer
-from megatron.rl.types import Prompt
+from megatron.rl.rewards import REWARDS, make_scorer
 
 
 def test_every_reward_scores_by_its_name():
@@ -32,20 +31,3 @@ def test_a_missing_package_is_named(monkeypatch, name):
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
     with pytest.raises(RewardError, match=f"reward {name} needs a package that is missing: pip install {name}"):
         make_scorer(RewardConfig(name))
-
-
-def test_check_prompts_names_the_first_problem_that_cannot_be_scored():
-    answers = ["1", "2", "1", r"\frac12", "??", "3", "!!", "??"]
-    prompts = [Prompt(i, "", (1,), answer) for i, answer in enumerate(answers)]
-    with make_scorer(RewardConfig(workers=1, timeout_s=60)) as scorer:
-        check_prompts(scorer, prompts[:4])
-        with pytest.raises(
-            RewardError, match=r"problem 4 .*answer '\?\?': .*is not mathematics.*choose another"
-        ) as caught:
-            check_prompts(scorer, prompts)
-    assert "\n" not in str(caught.value)
-
-
-def test_check_prompts_accepts_any_text_for_exact():
-    with make_scorer(RewardConfig("exact")) as scorer:
-        check_prompts(scorer, [Prompt(0, "", (1,), "??")])
