@@ -140,6 +140,11 @@ def _check_batches(args: argparse.Namespace) -> None:
     dp = args.world_size // (
         args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     )
+    if args.global_batch_size % dp:
+        raise ConfigError(
+            f"--global-batch-size {args.global_batch_size} (responses of one optimizer step) is not a multiple of the "
+            f"{dp} data-parallel ranks, as Megatron has it; choose batches of a multiple of {dp} responses"
+        )
     if args.global_batch_size % (dp * args.micro_batch_size):
         raise ConfigError(
             f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "

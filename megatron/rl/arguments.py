@@ -197,8 +197,12 @@ def _resolve(args: argparse.Namespace, explicit: set[str]) -> "PretrainedConfig"
         args.sequence_parallel = True  # Megatron trains experts under tensor parallelism only so; the start-up says it
     if not args.check_for_nan_in_loss_and_grad:
         fill({"loss_scale": 1.0})  # a loss scale, be it 1, makes Megatron skip an update that is not finite
+    if args.recompute_activations:
+        args.recompute_granularity = "selective"  # as Megatron reads it
     if args.recompute_granularity == "full":
         fill({"recompute_method": "uniform", "recompute_num_layers": 1})
+    if args.recompute_granularity == "selective" and args.recompute_modules is None:
+        args.recompute_modules = ["core_attn"]
     argument_checks.check_sizes(args)
     _fill_sizes(args, explicit, bundled)
     return hf_config

@@ -21,8 +21,9 @@ from megatron.rl.errors import CheckpointError
 from megatron.rl.run_log import CHECKPOINTS_FOLDER
 from megatron.rl.setup import Policy
 
+_LONGEST_REASON = 300  # characters; megatron-core lists every tensor that it misses
 _STATE_FILE = "rl_state.json"
-_STATE_KEYS = {"run", "iteration", "step", "prompts", "expert_model_parallel_size", "has_optimizer"}
+_STATE_KEYS = {"run", "iteration", "step", "prompts", "expert_model_parallel_size", "has_optimizer", "shares_optimizer"}
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ def _state_of(args: argparse.Namespace, state: Start) -> dict[str, Any]:
         "prompts": state.prompts,
         "expert_model_parallel_size": args.expert_model_parallel_size,
         "has_optimizer": not args.no_save_optim,
+        "shares_optimizer": args.use_distributed_optimizer,
     }
 
 
@@ -165,7 +167,7 @@ def load_checkpoint(args: argparse.Namespace, policy: Policy) -> None:
         try:
             iteration, _ = megatron_load(policy.chunks, policy.optimizer, policy.scheduler)
         except CheckpointException as error:  # on all ranks alike, with the ranks' own stack traces as its text
-            reason = str(error).strip().splitlines()[-1]
+            reason = str(error).strip().splitlines()[-1][:_LONGEST_REASON]
             raise CheckpointError(
                 f"--load {args.load}: damaged, or not a checkpoint of the model in --hf-model: {reason}"
             ) from error
@@ -183,6 +185,12 @@ def _check_optimizer(args: argparse.Namespace, saved: dict[str, Any]) -> None:
     if not saved["has_optimizer"]:
         raise CheckpointError(
             f"--load {args.load}: saved without its optimizer; add --no-load-optim, and the optimizer starts anew"
+        )
+    if saved["shares_optimizer"] != args.use_distributed_optimizer:
+        how = "with" if saved["shares_optimizer"] else "without"
+        raise CheckpointError(
+            f"--load {args.load}: saved {how} the distributed optimizer, whose states stand otherwise; keep that "
+            "(--no-use-distributed-optimizer is off by default), or let the optimizer start anew by --no-load-optim"
         )
     there, here = saved["expert_model_parallel_size"], args.expert_model_parallel_size
     if args.num_experts and (there > 1) != (here > 1):

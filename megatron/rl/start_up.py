@@ -77,7 +77,9 @@ def _micro_batches(args: Any, run: RunConfig) -> str:
         how = f"{kind}, at most {args.max_tokens_per_gpu} tokens on one GPU"
     if args.recompute_granularity is None:
         return how
-    what = "everything" if args.recompute_granularity == "full" else ", ".join(args.recompute_modules)
+    what = ", ".join(args.recompute_modules) if args.recompute_granularity == "selective" else "everything"
+    if args.recompute_granularity == "full" and args.recompute_method == "block":
+        what = f"the first {args.recompute_num_layers} layers of each pipeline stage"
     return f"{how}; recomputed in the backward pass: {what}"
 
 

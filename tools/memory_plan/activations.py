@@ -46,7 +46,7 @@ class LayerActivations:
     def stored(self, *, moe: bool) -> float:
         """Bytes a token that a layer keeps until its backward pass, after recomputation has taken its part away."""
         if self._args.recompute_granularity == "full":
-            return self._args.hidden_size * self._element * self._slice
+            return self._args.hidden_size * self._element * self._slice / self._args.recompute_num_layers
         return self._kept(moe).all
 
     def passing(self, *, moe: bool) -> float:
@@ -55,7 +55,9 @@ class LayerActivations:
         These are the residual stream's, the branch's, and those of the MLP's inner tensors, which are the widest.
         """
         recomputed = 0.0
-        if self._args.recompute_granularity is not None:
+        if self._args.recompute_granularity == "full":
+            recomputed = self._args.recompute_num_layers * (self._complete(moe).all - self.stored(moe=moe))
+        elif self._args.recompute_granularity == "selective":
             recomputed = self._complete(moe).all - self.stored(moe=moe)
         return recomputed + 2 * self._args.hidden_size * self._element * self._slice + self._widest(moe)
 

@@ -6,7 +6,9 @@ from typing import Any
 
 from megatron.rl.arguments import ParsedArguments
 from megatron.rl.config import RunConfig
+from megatron.rl.errors import ConfigError
 from megatron.rl.ops.chunking import chosen_chunk_size
+from megatron.rl.rollout.hf import MAX_BATCH_SIZE
 from megatron.rl.weights.hf_config import dimensions_of
 from memory_plan import parameters
 from memory_plan.activations import LayerActivations
@@ -29,6 +31,7 @@ class Stage:
     gradients: float
     optimizer: float
     engine: float  # the embedded engine's copy of the whole model
+    cache: float  # its keys and values, while responses are sampled and nothing is trained
     activations: float  # kept for the backward pass, of all micro-batches in flight
     working: float  # of the layer whose backward pass runs
     loss: float  # the loss path beyond its inputs and the two gradients
@@ -36,13 +39,17 @@ class Stage:
 
     @property
     def total(self) -> float:
-        """At the fullest moment."""
-        return self.weights + self.gradients + self.optimizer + self.engine + self.activations + self._transient
+        """At the fullest moment, of training or of sampling."""
+        return self._standing + max(self.activations + self._transient, self.cache)
 
     @property
     def total_with_plain_logits(self) -> float:
         """The same with the logits kept."""
-        return self.total - self._transient + max(self.working, self.plain_logits)
+        return self._standing + max(self.activations + max(self.working, self.plain_logits), self.cache)
+
+    @property
+    def _standing(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.engine
 
     @property
     def _transient(self) -> float:
@@ -73,9 +80,28 @@ class Target:
 
 
 def plan(parsed: ParsedArguments, target: Target) -> list[Stage]:
-    """Every pipeline stage of the run that the arguments describe."""
+    """Every pipeline stage of the run that the arguments describe.
+
+    Raises :class:`ConfigError` for flags that change what a rank holds in a way that is not planned here.
+    """
     args = parsed.megatron
+    _refuse_unplanned(args)
     return [_stage(number, parsed, target) for number in range(args.pipeline_model_parallel_size)]
+
+
+def _refuse_unplanned(args: argparse.Namespace) -> None:
+    unplanned = {
+        "--decoder-first-pipeline-num-layers": args.decoder_first_pipeline_num_layers is not None,
+        "--decoder-last-pipeline-num-layers": args.decoder_last_pipeline_num_layers is not None,
+        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout is not None,
+        "--account-for-embedding-in-pipeline-split": args.account_for_embedding_in_pipeline_split,
+        "--account-for-loss-in-pipeline-split": args.account_for_loss_in_pipeline_split,
+        "--recompute-method block": args.recompute_granularity == "full" and args.recompute_method == "block",
+        "--use-precision-aware-optimizer": args.use_precision_aware_optimizer,
+    }
+    for flag, given in unplanned.items():
+        if given:
+            raise ConfigError(f"{flag}: the plan does not know what it changes; leave it out for a plan without it")
 
 
 def largest_batch(args: argparse.Namespace, run: RunConfig) -> Batch:
@@ -107,6 +133,7 @@ def _stage(number: int, parsed: ParsedArguments, target: Target) -> Stage:
         gradients=counts.all * gradient,
         optimizer=_optimizer(counts, args, run),
         engine=parameters.whole_model(hf_config) * element if run.rollout.engine == "hf" else 0.0,
+        cache=_cache(args, run, element) if run.rollout.engine == "hf" else 0.0,
         activations=kept,
         working=working,
         loss=_loss(args, target, batch, element) if is_last else 0.0,
@@ -158,6 +185,14 @@ def in_flight(stage: int, args: argparse.Namespace, micro_batches: int) -> float
     group = args.microbatch_group_size_per_vp_stage or stages
     warm_up = (stages - stage - 1) * 2 + (chunks - 1) * group
     return min(warm_up + 1, micro_batches * chunks) / chunks
+
+
+def _cache(args: argparse.Namespace, run: RunConfig, element: int) -> float:
+    """Of the responses that a process decodes at a time, all as long as they may be."""
+    responses = run.trainer.prompts_per_step * run.trainer.group_size
+    rows = min(MAX_BATCH_SIZE, -(-responses // args.world_size))
+    per_token = 2 * args.num_layers * args.num_query_groups * args.kv_channels * element
+    return rows * (args.max_prompt_tokens + args.max_response_tokens) * per_token
 
 
 def _loss(args: argparse.Namespace, target: Target, batch: Batch, element: int) -> float:

@@ -10,6 +10,7 @@ _ROWS = (
     ("gradients", "gradients"),
     ("optimizer states", "optimizer"),
     ("embedded engine", "engine"),
+    ("its cache, sampling", "cache"),
     ("activations kept", "activations"),
     ("one layer's backward", "working"),
     ("loss path", "loss"),
@@ -39,7 +40,7 @@ def report(stages: Sequence[Stage], parsed: ParsedArguments, target: Target) -> 
         f"{parsed.run.hf_model}: {args.world_size} process(es), tensor {args.tensor_model_parallel_size}, pipeline "
         f"{args.pipeline_model_parallel_size}, context {args.context_parallel_size}, expert "
         f"{args.expert_model_parallel_size}, data {args.data_parallel_size}; {layers}",
-        f"at most {batch.tokens:,} tokens of a micro-batch on a rank, {batch.micro_batches} micro-batches in a step",
+        f"at most {batch.tokens:,} tokens of a micro-batch on a rank; micro-batches of a step: {batch.micro_batches}",
         "",
         _line("one rank of stage", [str(stage.number) for stage in stages]),
         _line("parameters", [f"{stage.counts.all:,}" for stage in stages]),

@@ -17,6 +17,7 @@ from megatron.rl.rollout.engine import RolloutEngine
 from megatron.rl.rollout.sampling import draw_tokens
 from megatron.rl.types import Completion, FinishReason, GenerationRequest
 
+MAX_BATCH_SIZE = 256
 LoadTensors = Callable[[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]], None]
 
 
@@ -50,7 +51,7 @@ class HFEngine(RolloutEngine):
         pad_token_id: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        max_batch_size: int = 256,
+        max_batch_size: int = MAX_BATCH_SIZE,
         version: int = 0,
     ) -> None:
         model = _load_model(Path(model_dir), dtype).to(device)

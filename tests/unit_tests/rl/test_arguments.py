@@ -309,3 +309,9 @@ def test_an_empty_config_is_told(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="not JSON"):
         parse_arguments(["--hf-model", str(tmp_path)])
+
+
+@pytest.mark.parametrize("flag", ["--recompute-granularity selective", "--recompute-activations"])
+def test_selective_recomputation_is_of_the_attention_core_by_default(flag):
+    args = parse_arguments(flag.split()).megatron
+    assert (args.recompute_granularity, args.recompute_modules) == ("selective", ["core_attn"])

@@ -294,7 +294,7 @@ def _saved_state(folder: Path, iteration: int, run: str = "first") -> None:
     newest = folder / f"iter_{iteration:07d}"
     newest.mkdir(parents=True)
     state = {"run": run, "iteration": iteration, "step": iteration // 2, "prompts": {"position": iteration}}
-    state |= {"expert_model_parallel_size": 1, "has_optimizer": True}
+    state |= {"expert_model_parallel_size": 1, "has_optimizer": True, "shares_optimizer": True}
     (newest / "rl_state.json").write_text(json.dumps(state))
     (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
 
@@ -387,3 +387,13 @@ def test_a_run_killed_while_it_goes_back_goes_back_again(tmp_path, monkeypatch):
     assert _read(*_at(tmp_path), "--train-iters", "8").iteration == 2
     assert checkpoint.drop_later_checkpoints(args, 2) is not None
     assert "iter_0000004" not in _names(tmp_path)
+
+
+def test_an_optimizer_whose_states_stand_otherwise_is_refused_before_any_work(tmp_path):
+    _saved_state(tmp_path, 4)
+    load = ["--load", str(tmp_path), "--run-dir", str(tmp_path / "run"), "--train-iters", "8"]
+    parsed = parse_arguments([*load, "--no-use-distributed-optimizer"])
+    with pytest.raises(CheckpointError, match="saved with the distributed optimizer.*--no-load-optim"):
+        checkpoint.read_start(parsed.megatron, parsed.run.trainer)
+    anew = parse_arguments([*load, "--no-use-distributed-optimizer", "--no-load-optim"])
+    assert checkpoint.read_start(anew.megatron, anew.run.trainer).iteration == 4

@@ -14,7 +14,7 @@ import torch  # noqa: E402
 sys.path.append(str(Path(__file__).parents[3] / "tools"))
 
 from memory_plan.plan import Stage, Target, plan  # noqa: E402
-from plan_memory import main  # noqa: E402
+from plan_memory import main, recipe_flags  # noqa: E402
 
 from megatron.rl.data import loss_weights  # noqa: E402
 from megatron.rl.policy.learner import _forward_step  # noqa: E402
@@ -33,9 +33,10 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 EXPERTS = {"head_dim": 16, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+LIMITS = ("--max-prompt-tokens", str(PROMPT), "--max-response-tokens", str(RESPONSE))
 FLAGS = (
     *("--train-prompts", str(assets.bundled_train_prompts()), "--micro-batch-size", "2"),
-    *("--max-prompt-tokens", str(PROMPT), "--max-response-tokens", str(RESPONSE)),
+    *LIMITS,
     *("--grpo-prompts-per-step", "4", "--grpo-group-size", "4"),
 )
 TP2, PP2 = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
@@ -211,3 +212,42 @@ def test_a_layout_that_cannot_be_is_one_line(folders, capsys):
     assert main(["--world-size", "3", "--hf-model", str(folders["dense"]), *TP2]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1 and "start a multiple of 2" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--world-size 0", "--world-size must be at least 1"),
+        ("--world-size two", "--world-size"),
+        ("--gpu-memory 0", "--gpu-memory must be a positive number"),
+        ("--gpu-memory nan", "--gpu-memory must be a positive number"),
+        ("--recipe nothing", "smollm2_reasoning_gym"),
+        ("--recipe smollm2_reasoning_gym --hf-model nowhere", "nowhere"),
+        ("--world-size 2 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", "does not know"),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 1", "does not know"),
+    ],
+)
+def test_mistakes_are_one_line(flags, message, capsys):
+    assert main(flags.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and message in captured.err
+
+
+def test_a_recipe_is_planned_with_its_own_flags(folders, capsys):
+    flags = recipe_flags("smollm2_reasoning_gym")
+    assert flags[flags.index("--hf-model") + 1] == "runs/assets/smollm2-135m-instruct"
+    assert flags[flags.index("--micro-batch-size") + 1] == "16" and flags[-1] == "runs/smollm2"
+    assert main(["--recipe", "smollm2_reasoning_gym", "--hf-model", str(folders["dense"]), "--device", "cpu"]) == 0
+    assert "at most 1,280 tokens" in capsys.readouterr().out  # 16 rows of 64 + 16
+
+
+def test_layers_recomputed_together_are_stored_once_and_live_together(folders, capsys):
+    printed = []
+    for layers in ("1", "2"):
+        flags = [*ALL, "--recompute-num-layers", layers, *LIMITS, "--hf-model", str(folders["dense"])]
+        assert main(["--device", "cpu", *flags]) == 0
+        printed.append(capsys.readouterr().out.splitlines())
+    (kept, live), (kept_2, live_2) = (
+        [line.split()[-2] for line in lines if line.startswith(("activations", "one layer's"))] for lines in printed
+    )
+    assert float(kept_2) < float(kept) and float(live_2) > 1.5 * float(live)
