@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from megatron.rl.ops.buffers import large_buffer
 from megatron.rl.ops.chunking import Chunk, Exchange, Plan, Rows
+from megatron.rl.ops.collectives import finish
 from megatron.rl.ops.projection import Projection
 
 # Rows of the weight whose bfloat16 gradient is widened and added at a time, so that it is still in a cache; a GPU
@@ -103,9 +104,9 @@ class _HiddenGradient:
     def wait(self) -> None:
         if self._pending is None:
             return
-        rows, result, _, work = self._pending
+        rows, result, sent, work = self._pending
         self._pending = None
-        work.wait()
+        finish(work, result, *sent)
         count = rows.stop - rows.start if isinstance(rows, slice) else rows.shape[0]
         self.total[rows] = result[:count].to(self.total.dtype)
 

@@ -123,8 +123,10 @@ class _PolicyLoss(torch.autograd.Function):
         final = job.grad_scale is not None
         ctx.gradients = ProjectionGradients(hidden, weight, job.projection, job.plan, needed=needed, final=final)
         ctx.grad_scale = job.grad_scale
-        output = _run(hidden, weight, job, ctx.gradients)
-        ctx.gradients.wait()
+        try:
+            output = _run(hidden, weight, job, ctx.gradients)
+        finally:
+            ctx.gradients.wait()  # also where an error ends the call: no collective is left behind
         loss, *per_token = (getattr(output, field.name) for field in fields(output))
         ctx.mark_non_differentiable(*per_token)
         return loss, *per_token

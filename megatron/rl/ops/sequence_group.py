@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from megatron.rl.ops.collectives import all_gather
+
 
 def solve_together(
     objective: Callable[..., tuple[torch.Tensor, torch.Tensor]],
@@ -20,13 +22,13 @@ def solve_together(
     # float64 holds float32 numbers and integers up to 2^53 exactly, so one collective carries both.
     mine = torch.stack([*(x.double() for x in per_token), sequence_ids.double()], dim=1)
     count = torch.tensor([mine.shape[0]], device=mine.device)
-    counts = torch.empty(group.size(), dtype=count.dtype, device=mine.device)
-    dist.all_gather_into_tensor(counts, count, group=group)
-    sizes = counts.tolist()
+    counts = count.new_empty(group.size(), 1)
+    all_gather(counts, count, group)
+    sizes = counts.flatten().tolist()
     padded = mine.new_zeros(max(sizes), mine.shape[1])
     padded[: mine.shape[0]] = mine
     received = mine.new_empty(len(sizes), *padded.shape)
-    dist.all_gather_into_tensor(received.flatten(0, 1), padded, group=group)
+    all_gather(received, padded, group)
     everything = torch.cat([part[:size] for part, size in zip(received, sizes, strict=True)])
     columns = [column.to(per_token[0].dtype) for column in everything[:, :-1].unbind(1)]
     value, slope = objective(*columns, everything[:, -1].to(sequence_ids.dtype))

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron.rl.errors import ConfigError
 from megatron.rl.ops.chunking import Chunk, Exchange
+from megatron.rl.ops.collectives import all_gather, finish
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class VocabShard:
         if self.group is None:
             return per_rank.unsqueeze(0)
         everyone = per_rank.new_empty((self.size, *per_rank.shape))
-        dist.all_gather_into_tensor(everyone.flatten(0, 1), per_rank.contiguous(), group=self.group)
+        all_gather(everyone, per_rank.contiguous(), self.group)
         return everyone
 
     def hidden_states(self, hidden: torch.Tensor, chunks: list[Chunk]) -> Iterator[tuple[Chunk, torch.Tensor]]:
@@ -77,5 +78,5 @@ class _Gathering:
         self._work = dist.all_gather_into_tensor(self._received, sent, group=shard.group, async_op=True)
 
     def wait(self) -> torch.Tensor:
-        self._work.wait()
+        finish(self._work, self._sent, self._received)
         return self._received if self._places is None else self._received[self._places]
