@@ -16,6 +16,21 @@ from megatron.rl.errors import UserError
 _LIMIT = timedelta(days=1)
 
 
+def meet(rank: int, world_size: int) -> dist.Store | None:
+    """Where all ranks have arrived, before torch.distributed is initialised; None where nobody is to be met.
+
+    The place is that of the environment's variables (``MASTER_ADDR``, torchrun's store), for
+    ``init_process_group(store=...)``, which by itself would give late ranks no longer than a collective of training.
+    """
+    if world_size == 1 or dist.is_initialized():
+        return None
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=_LIMIT))
+    if store.add("arrived", 1) == world_size:
+        store.set("all arrived", b"")
+    store.wait(["all arrived"], _LIMIT)
+    return store
+
+
 def patient_group() -> ProcessGroup:
     """All ranks, over gloo whatever trains. Collective; torch.distributed must be initialised."""
     return dist.new_group(backend="gloo", timeout=_LIMIT)

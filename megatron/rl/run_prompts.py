@@ -1,7 +1,7 @@
 """The prompts of a run: read and tokenised, and their right answers scored, before any model is built."""
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron.rl.types import Prompt
 
 _SHOWN = 3  # problems that a message names
 _SHOWN_CHARACTERS = 60
+_MANY = 10_000  # right answers take seconds to score, and the wait is announced
 
 
 @dataclass(frozen=True)
@@ -27,20 +28,14 @@ class RunPrompts:
     notes: list[str]
 
 
-def prepare_prompts(parsed: ParsedArguments, tokenizer: Any, scorer: Scorer, group: ProcessGroup) -> RunPrompts:
-    """Reads the prompt files on every rank and has the ranks of ``group`` share the check of the right answers.
+def read_prompts(parsed: ParsedArguments, tokenizer: Any) -> list[PromptSet]:
+    """The prompts to train on, and to evaluate on where there are any.
 
-    A problem whose right answer does not score 1, in the form that the reward asks for, teaches nothing: every response
-    to it scores alike. Such problems are told, and left out with ``--unscorable-prompts skip``. Collective; no rank
-    waits for another by the deadline of training.
-
-    Raises, on all ranks, :class:`~megatron.rl.errors.DataError` for a fault of a file, and
-    :class:`~megatron.rl.errors.RewardError` where none of a file's problems can be scored.
+    Raises :class:`~megatron.rl.errors.DataError` for a fault of a file.
     """
-    data, notes = parsed.run.data, []
-
-    def read(path: str) -> PromptSet:
-        return load_prompts(
+    data = parsed.run.data
+    return [
+        load_prompts(
             path,
             tokenizer,
             vocab_size=parsed.hf_config.vocab_size,
@@ -48,25 +43,38 @@ def prepare_prompts(parsed: ParsedArguments, tokenizer: Any, scorer: Scorer, gro
             overlong=data.overlong_prompts,
             apply_chat_template="always" if data.apply_chat_template else "auto",
         )
+        for path in (data.train_prompts, data.eval_prompts)
+        if path
+    ]
 
-    files: list[PromptSet] = []
 
-    def read_all() -> None:
-        files.extend(read(path) for path in (data.train_prompts, data.eval_prompts) if path)
+def check_answers(
+    parsed: ParsedArguments, files: Sequence[PromptSet], scorer: Scorer, group: ProcessGroup
+) -> RunPrompts:
+    """Has the ranks of ``group`` share the scoring of the right answers of what :func:`read_prompts` has read.
 
-    on_all_ranks(read_all, group)
-    for place, prompts in enumerate(files):
+    A problem whose right answer does not score 1, in the form that the reward asks for, teaches nothing: every response
+    to it scores alike. Such problems are told, and left out with ``--unscorable-prompts skip``. Collective; no rank
+    waits for another by the deadline of training.
+
+    Raises, on all ranks, :class:`~megatron.rl.errors.RewardError` where none of a file's problems can be scored.
+    """
+    kept: list[PromptSet] = []
+    notes: list[str] = []
+    for prompts in files:
         found = _unscorable(scorer, prompts, group)
         if len(found) == len(prompts):
             raise RewardError(_none_can_be_scored(prompts, parsed.run.reward.name, found[0]))
+        skips = parsed.run.data.unscorable_prompts == "skip"
+        kept.append(_without(prompts, found) if skips else prompts)
         if found:
-            skips = data.unscorable_prompts == "skip"
             notes.append(_told(prompts, found, skips))
-            files[place] = _without(prompts, found) if skips else prompts
-    return RunPrompts(files[0], files[1] if data.eval_prompts else None, notes)
+    return RunPrompts(kept[0], kept[1] if len(kept) > 1 else None, notes)
 
 
 def _unscorable(scorer: Scorer, prompts: PromptSet, group: ProcessGroup) -> list[tuple[Prompt, str]]:
+    if group.rank() == 0 and len(prompts) > _MANY:
+        print(f"note: the right answers of {len(prompts):,} prompts of {prompts.path} are scored once", flush=True)
     shares = on_all_ranks(lambda: check_share(scorer, prompts, group.rank(), group.size()), group)
     reasons: dict[Hashable, str] = dict(itertools.chain.from_iterable(share.items() for share in shares))
     return unscorable(scorer, prompts, reasons)

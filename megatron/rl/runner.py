@@ -20,7 +20,7 @@ from megatron.rl.policy.learner import HeadSettings, Learner
 from megatron.rl.reporting import Reporter
 from megatron.rl.rewards import Scorer, make_scorer
 from megatron.rl.run_log import EXPORT_FOLDER
-from megatron.rl.run_prompts import RunPrompts, prepare_prompts
+from megatron.rl.run_prompts import RunPrompts, check_answers, read_prompts
 from megatron.rl.stopping import Stop
 from megatron.rl.trainer import Parts, Progress, Trainer
 from megatron.rl.weights import (
@@ -41,11 +41,12 @@ def run(argv: list[str]) -> None:
     start = checkpoint.read_start(parsed.megatron, config.trainer)
     places.check(parsed, start)
     tokenizer = load_tokenizer(config.hf_model)
+    files = read_prompts(parsed, tokenizer)
     with make_scorer(config.reward) as scorer:
-        setup.initialize(parsed.megatron)
+        setup.initialize(parsed.megatron, patience.meet(parsed.megatron.rank, parsed.megatron.world_size))
         try:
             patient = patience.patient_group()
-            prompts = prepare_prompts(parsed, tokenizer, scorer, patient)
+            prompts = check_answers(parsed, files, scorer, patient)
             _train(parsed, start, tokenizer, scorer, prompts, patient)
         finally:
             torch.distributed.destroy_process_group()
@@ -82,11 +83,10 @@ def _train(
     if args.load:
         checkpoint.load_checkpoint(args, policy)
     else:
-
-        def load() -> None:
-            load_hf_weights(policy.chunks, config.hf_model, hf_config=hf_config, pg_collection=policy.groups)
-
-        patience.on_all_ranks(load, patient)
+        groups = policy.groups
+        patience.on_all_ranks(
+            lambda: load_hf_weights(policy.chunks, config.hf_model, hf_config=hf_config, pg_collection=groups), patient
+        )
         policy.optimizer.reload_model_params()
     export_dir = os.path.join(config.trainer.run_dir, EXPORT_FOLDER)
 

@@ -33,8 +33,11 @@ class Policy:
     device: torch.device
 
 
-def initialize(args: argparse.Namespace) -> None:
-    """Starts torch.distributed, Megatron's process groups and random states."""
+def initialize(args: argparse.Namespace, store: torch.distributed.Store | None = None) -> None:
+    """Starts torch.distributed, Megatron's process groups and random states.
+
+    ``store``: where the ranks have met already; None has them meet by the environment's variables.
+    """
     from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
     from megatron.training import initialize as megatron_initialize
     from megatron.training.global_vars import set_global_variables
@@ -46,7 +49,7 @@ def initialize(args: argparse.Namespace) -> None:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "0")
     with cpu_platform.one_device_per_rank():
-        megatron_initialize._initialize_distributed(None, None, None)
+        megatron_initialize._initialize_distributed(None, None, store)
         megatron_initialize._set_random_seed(args.seed, args.data_parallel_random_init)
 
 

@@ -15,7 +15,7 @@ from megatron.rl.arguments import parse_arguments  # noqa: E402
 from megatron.rl.errors import DataError, RewardError, UserError  # noqa: E402
 from megatron.rl.patience import patient_group  # noqa: E402
 from megatron.rl.rewards import make_scorer  # noqa: E402
-from megatron.rl.run_prompts import prepare_prompts  # noqa: E402
+from megatron.rl.run_prompts import check_answers, read_prompts  # noqa: E402
 from tests.unit_tests.distributed import run_ranks  # noqa: E402
 
 ANSWERS = ["2", "??", "3", "2", "??", r"\frac{", "@", "4"]
@@ -28,7 +28,7 @@ def _prepared(folder: str, flags: tuple[str, ...], answers: list[str]) -> tuple[
     parsed = parse_arguments(["--train-prompts", str(path), "--eval-prompts", str(path), *flags])
     tokenizer = runner.load_tokenizer(str(assets.bundled_model_dir()))
     with make_scorer(parsed.run.reward) as scorer:
-        found = prepare_prompts(parsed, tokenizer, scorer, patient_group())
+        found = check_answers(parsed, read_prompts(parsed, tokenizer), scorer, patient_group())
     assert found.held_out is not None
     return [p.index for p in found.train], [p.index for p in found.held_out], found.notes
 

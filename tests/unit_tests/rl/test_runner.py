@@ -13,6 +13,7 @@ import torch  # noqa: E402
 from megatron.rl import assets, runner  # noqa: E402
 from megatron.rl.arguments import parse_arguments  # noqa: E402
 from megatron.rl.errors import ConfigError, RewardError  # noqa: E402
+from tests.unit_tests.distributed import run_ranks  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -57,15 +58,25 @@ def test_the_flags_reach_the_objective():
     assert value.item() < 0  # the regulariser acts without an advantage
 
 
-def test_problems_none_of_which_can_be_scored_stop_the_run_before_a_model_is_built(tmp_path):
+def _run_without_model(rank: int, world_size: int, argv: list[str]) -> str:
+    built = AssertionError("built")
+    with (
+        mock.patch("megatron.rl.setup.build_policy", side_effect=built),
+        mock.patch("torch.distributed.destroy_process_group"),  # the test's own
+        pytest.raises(RewardError) as caught,
+    ):
+        runner.run(argv)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_problems_none_of_which_can_be_scored_stop_the_run_before_a_model_is_built(tmp_path, ranks):
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
     argv = ["--train-prompts", str(path), "--reward", "reasoning-gym", "--run-dir", str(tmp_path / "run")]
-    built = AssertionError("built")
-    with mock.patch("megatron.rl.setup.build_policy", side_effect=built), pytest.raises(RewardError) as caught:
-        runner.run(argv)
-    assert str(caught.value).startswith(f"{path}: no response to any problem can score 1 by --reward reasoning-gym")
-    assert "\n" not in str(caught.value)
+    for message in run_ranks(ranks, _run_without_model, argv):
+        assert message.startswith(f"{path}: no response to any problem can score 1 by --reward reasoning-gym")
+        assert "\n" not in message
     assert not (tmp_path / "run").exists()
 
 
