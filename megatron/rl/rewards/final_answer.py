@@ -12,6 +12,7 @@ from megatron.rl.rewards.prose import MATH, Span, mask_math, quantities, sentenc
 from megatron.rl.rewards.protocol import UnreadableResponse
 
 _EMPHASIS = re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(])|`|(?m:^[ \t]*>[ \t])")
+_MARKER = re.compile(r"<\|[^|<>\n]{1,40}\|>")  # of a chat template: <|im_end|>
 _SUBJECT_CHARACTERS = 200
 _LOOK_BACK = 20  # characters in which the comma before a clause is looked for
 _NOTHING = re.compile(r"[ \t*_]*")
@@ -71,6 +72,7 @@ _UNIT_WORDS = re.compile(
 
 def final_answer(response: str) -> str:
     """The final answer's text. Raises :class:`UnreadableResponse` where the response gives none."""
+    response = _MARKER.sub("\n", response)
     told = response.rpartition("</think>")[2]
     text = told if told.strip() else response
     boxed = boxed_answer(text)

@@ -6,13 +6,19 @@ from concurrent.futures import Future
 
 import pytest
 import torch.distributed as dist
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
-from megatron.rl.collector import Collector
+from megatron.rl.collector import Collector, control_tokens, response_text
 from megatron.rl.config import SamplingConfig
 from megatron.rl.errors import RolloutError
 from megatron.rl.rewards import Scorer
 from megatron.rl.rollout.engine import RolloutEngine
-from megatron.rl.types import Completion, GenerationRequest, Prompt, RewardItem, RewardResult
+from megatron.rl.types import Completion, FinishReason, GenerationRequest, Prompt, RewardItem, RewardResult
 from tests.unit_tests.distributed import run_ranks
 
 VOCAB, EOS = 50, 1
@@ -55,10 +61,13 @@ class StubScorer(Scorer):
 
 
 class StubTokenizer:
-    """Letters for tokens; the end of a sequence is special."""
+    """Letters for tokens."""
+
+    special_tokens_map: dict[str, str] = {}
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return "".join(chr(64 + token) for token in token_ids if not (skip_special_tokens and token == EOS))
+        assert not skip_special_tokens
+        return "".join(chr(64 + token) for token in token_ids)
 
 
 def _collector(group: dist.ProcessGroup | None = None, seed: int = 5) -> tuple[Collector, StubScorer]:
@@ -81,7 +90,7 @@ def test_results_come_group_after_group_whatever_the_engines_order():
         assert reward.score == len(completion.token_ids) - 1 + prompt.index / 100
 
 
-def test_scorers_get_text_without_special_tokens_while_the_engine_samples_on():
+def test_scorers_get_text_without_its_end_while_the_engine_samples_on():
     collector, scorer = _collector()
     collector.sample(PROMPTS[:2], 2, SAMPLING, "step1")
     kinds = [entry.split()[0] for entry in scorer.log]
@@ -113,6 +122,50 @@ def test_an_engine_that_leaves_requests_out_is_refused():
     collector = Collector(engine, StubScorer([]), StubTokenizer(), seed=1, group=None)
     with pytest.raises(RolloutError, match="gave no answer"):
         collector.sample(PROMPTS, 2, SAMPLING, "step1")
+
+
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<end>", "<think>", "</think>", "<tool_call>", "0", "1", "!", "<unk>")
+
+
+def _tokenizer(**named: str) -> PreTrainedTokenizerFast:
+    """A real tokenizer of words, all of whose added tokens are special."""
+    words = ["so", "it", "is", "\\boxed{", "}", "2"]
+    model = WordLevel({word: place for place, word in enumerate([*SPECIAL, *words])}, unk_token="<unk>")
+    backend = BackendTokenizer(model)
+    backend.pre_tokenizer, backend.decoder = WhitespaceSplit(), Fuse()
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **named)
+
+
+def _text(tokenizer: PreTrainedTokenizerFast, words: str, reason: FinishReason = "stop") -> str:
+    ids = tuple(tokenizer.convert_tokens_to_ids(words.split()))
+    completion = Completion("", (5,), ids, (-1.0,) * len(ids), reason, (0,) * len(ids))
+    return response_text(tokenizer, completion, control_tokens(tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("words", "reason", "text"),
+    [
+        ("<think> it is 2 </think> \\boxed{ 1 0 } <eos>", "stop", "<think>itis2</think>\\boxed{10}"),
+        ("it is 1 0 <end>", "stop", "itis10"),  # another of the model's ends
+        ("it is 1 0", "length", "itis10"),
+        ("<tool_call> 1", "length", "<tool_call>1"),
+        ("<bos> it is <pad> 1 <eos>", "stop", "itis1"),
+        ("it is <unk> 1 <eos>", "stop", "itis<unk>1"),
+        ("<eos>", "stop", ""),
+        ("", "abort", ""),
+    ],
+)
+def test_special_tokens_that_say_something_reach_the_scorer(words, reason, text):
+    tokenizer = _tokenizer(bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+    assert _text(tokenizer, words, reason) == text
+
+
+def test_padding_that_is_the_end_or_a_word_or_absent():
+    assert _text(_tokenizer(eos_token="<eos>", pad_token="<eos>"), "it is 1 <eos>") == "itis1"
+    assert _text(_tokenizer(eos_token="<eos>", pad_token="!"), "it is 1 ! <eos>") == "itis1!"
+    assert _text(_tokenizer(eos_token="<eos>", pad_token="0"), "it is 1 0 <eos>") == "itis10"
+    assert _text(_tokenizer(), "it is 1 <pad>", "length") == "itis1<pad>"
 
 
 def _on_rank(rank: int, world_size: int) -> tuple[list, int]:

@@ -15,6 +15,8 @@ from megatron.rl.rewards.protocol import UnreadableResponse
         (r"<think>a</think><think>\boxed{1}</think> \boxed{2}", "2"),
         ("<think>So the answer is 1.</think>\n", "1"),  # nothing is told, so what is thought counts
         (r"The answer is 3. \boxed{2}", "2"),
+        ("The answer is 3<|im_end|>", "3"),
+        ("<|channel|>final<|message|>It is 3", "3"),
         ("The answer is 3. The answer is 4.", "4"),
         ("The answer to part (b) is 3. So the total is 4.", "4"),
         ("The answer is 3. I hope the answer is clear.", "3"),
