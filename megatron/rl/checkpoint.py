@@ -8,7 +8,7 @@ import queue
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.rl.config import TrainerConfig
 from megatron.rl.errors import CheckpointError
+from megatron.rl.optimizer_loading import optimizer_can_be_loaded
 from megatron.rl.run_log import CHECKPOINTS_FOLDER
 from megatron.rl.setup import Policy
 
 _LONGEST_REASON = 300  # characters; megatron-core lists every tensor that it misses
 _STATE_FILE = "rl_state.json"
-_STATE_KEYS = {"run", "iteration", "step", "prompts", "expert_model_parallel_size", "has_optimizer", "shares_optimizer"}
+_STATE_KEYS = {"run", "iteration", "step", "prompts", "expert_model_parallel_size", "optimizer"}
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,7 @@ def _state_of(args: argparse.Namespace, state: Start) -> dict[str, Any]:
         "step": state.step,
         "prompts": state.prompts,
         "expert_model_parallel_size": args.expert_model_parallel_size,
-        "has_optimizer": not args.no_save_optim,
-        "shares_optimizer": args.use_distributed_optimizer,
+        "optimizer": None if args.no_save_optim else _kind_of_optimizer(args),
     }
 
 
@@ -163,9 +163,15 @@ def load_checkpoint(args: argparse.Namespace, policy: Policy) -> None:
 
     saved = _read_state(args)
     # Megatron copies into views of float32 parameters, which autograd forbids outside no_grad.
-    with torch.no_grad(), _everything_can_be_loaded(args), _torch_adam_can_be_loaded(policy.optimizer):
+    with torch.no_grad(), _everything_can_be_loaded(args), optimizer_can_be_loaded(policy.optimizer, args):
         try:
             iteration, _ = megatron_load(policy.chunks, policy.optimizer, policy.scheduler)
+        except KeyError as error:  # Megatron looks up the groups of parameters that have settings of their own
+            raise CheckpointError(
+                f"--load {args.load}: its optimizer has other groups of parameters than this run's; give "
+                "--decoupled-lr and --apply-wd-to-qk-layernorm as they were, or let the optimizer start anew by "
+                "--no-load-optim"
+            ) from error
         except CheckpointException as error:  # on all ranks alike, with the ranks' own stack traces as its text
             reason = str(error).strip().splitlines()[-1][:_LONGEST_REASON]
             raise CheckpointError(
@@ -176,21 +182,22 @@ def load_checkpoint(args: argparse.Namespace, policy: Policy) -> None:
             f"--load {args.load}: the weights are of optimizer step {iteration}, the counters of "
             f"{saved['iteration']}; choose another checkpoint by --ckpt-step"
         )
+    policy.scheduler.step(increment=0)  # the rate of this run's settings, at the checkpoint's place in the schedule
     if args.finetune or args.no_load_optim:
         policy.optimizer.reload_model_params()
 
 
 def _check_optimizer(args: argparse.Namespace, saved: dict[str, Any]) -> None:
     """With expert parallelism Megatron has an optimizer of its own for the experts, whose state stands apart."""
-    if not saved["has_optimizer"]:
+    if saved["optimizer"] is None:
         raise CheckpointError(
             f"--load {args.load}: saved without its optimizer; add --no-load-optim, and the optimizer starts anew"
         )
-    if saved["shares_optimizer"] != args.use_distributed_optimizer:
-        how = "with" if saved["shares_optimizer"] else "without"
+    if saved["optimizer"] != _kind_of_optimizer(args):
         raise CheckpointError(
-            f"--load {args.load}: saved {how} the distributed optimizer, whose states stand otherwise; keep that "
-            "(--no-use-distributed-optimizer is off by default), or let the optimizer start anew by --no-load-optim"
+            f"--load {args.load}: saved with the {saved['optimizer']} optimizer, whose state cannot be taken over to "
+            f"the {_kind_of_optimizer(args)} one; keep it (see --no-use-distributed-optimizer), or let the optimizer "
+            "start anew by --no-load-optim"
         )
     there, here = saved["expert_model_parallel_size"], args.expert_model_parallel_size
     if args.num_experts and (there > 1) != (here > 1):
@@ -198,6 +205,12 @@ def _check_optimizer(args: argparse.Namespace, saved: dict[str, Any]) -> None:
             f"--load {args.load}: saved with --expert-model-parallel-size {there}, and its optimizer cannot be taken "
             f"over to {here}; keep it, or let the optimizer start anew by --no-load-optim"
         )
+
+
+def _kind_of_optimizer(args: argparse.Namespace) -> str:
+    if args.use_distributed_optimizer:
+        return "distributed"
+    return "plain bf16" if args.bf16 else "plain float32"
 
 
 def _newest_checkpoint(args: argparse.Namespace) -> str:
@@ -226,36 +239,3 @@ def _everything_can_be_loaded(args: argparse.Namespace) -> Iterator[None]:
         yield
     finally:
         args.no_save_optim, args.no_save_rng = kept
-
-
-@contextlib.contextmanager
-def _torch_adam_can_be_loaded(optimizer: Any) -> Iterator[None]:
-    """Within the block Megatron's distributed optimizer loads into torch's own Adam.
-
-    It uses that one where Transformer Engine and apex are missing, and then stumbles over the counter of steps: it
-    asks for it before there is one, takes it for a tensor of the checkpoint, and loads one counter for all parameters,
-    so that each of them would count it up.
-    """
-    parts = [
-        part
-        for part in getattr(optimizer, "chained_optimizers", [optimizer])
-        if isinstance(getattr(part, "optimizer", None), torch.optim.Adam)
-    ]
-    for part in parts:
-        for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
-            if not part.optimizer.state[parameter]:
-                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                part.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
-        part._set_main_param_and_optimizer_states = _without_step(part._set_main_param_and_optimizer_states)
-    try:
-        yield
-    finally:
-        for part in parts:
-            del part._set_main_param_and_optimizer_states
-    for part in parts:
-        for state in part.optimizer.state.values():
-            state["step"] = state["step"].clone()
-
-
-def _without_step(set_tensors: Callable) -> Callable:
-    return lambda parameter, tensors: set_tensors(parameter, {**tensors, "step": None})

@@ -105,7 +105,12 @@ def _misfit(folder: Path) -> Path:
 def launched(tmp_path_factory) -> dict[str, Ended]:
     """Runs as a user starts them, side by side: of one process, of two, and of a model that does not fit."""
     root = tmp_path_factory.mktemp("launched")
-    prompts = ("--train-prompts", str(assets.bundled_train_prompts()))
+    prompts = (
+        "--train-prompts",
+        str(assets.bundled_train_prompts()),
+        "--eval-prompts",
+        str(assets.bundled_eval_prompts()),
+    )
     limits = ("--max-prompt-tokens", "16", "--max-response-tokens", "8")
     misfit = ("--hf-model", str(_misfit(root / "model")), *prompts, *limits)
     processes = {

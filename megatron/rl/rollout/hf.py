@@ -105,14 +105,21 @@ class HFEngine(RolloutEngine):
             is_last = position == sampling.max_new_tokens - 1
             for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
                 if row.is_open:
-                    row.append(token, logprob)
+                    row.append(token, logprob, version)
                     if token in self._eos_token_ids:
-                        yield row.finish("stop", version)
+                        yield row.finish("stop")
                     elif is_last:
-                        yield row.finish("length", version)
+                        yield row.finish("length")
             kept = [index for index, row in enumerate(rows) if row.is_open]
             if not kept:
                 return
+            if self.version != version:
+                # Updated while the caller held a completion: nothing of the old weights' cache may be used any more.
+                version, rows = self.version, [rows[index] for index in kept]
+                texts = [(*row.request.prompt_ids, *row.token_ids) for row in rows]
+                context = _Context(self._open_model(), texts, self._pad_token_id)
+                logits = context.prefill()
+                continue
             # Finished rows cost their share of every pass; taking them out copies the cache. So: not one by one.
             if len(kept) <= 0.9 * len(rows):
                 rows, tokens = [rows[index] for index in kept], tokens[kept]
@@ -129,17 +136,19 @@ class _Row:
     source: random.Random
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     is_open: bool = True
 
     def uniform(self) -> float:
         """The next number in (0, 1]."""
         return 1.0 - self.source.random()
 
-    def append(self, token: int, logprob: float) -> None:
+    def append(self, token: int, logprob: float, version: int) -> None:
         self.token_ids.append(token)
         self.logprobs.append(logprob)
+        self.versions.append(version)
 
-    def finish(self, reason: FinishReason, version: int) -> Completion:
+    def finish(self, reason: FinishReason) -> Completion:
         self.is_open = False
         return Completion(
             request_id=self.request.request_id,
@@ -147,7 +156,7 @@ class _Row:
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
             finish_reason=reason,
-            versions=(version,) * len(self.token_ids),
+            versions=tuple(self.versions),
         )
 
 

@@ -294,7 +294,7 @@ def _saved_state(folder: Path, iteration: int, run: str = "first") -> None:
     newest = folder / f"iter_{iteration:07d}"
     newest.mkdir(parents=True)
     state = {"run": run, "iteration": iteration, "step": iteration // 2, "prompts": {"position": iteration}}
-    state |= {"expert_model_parallel_size": 1, "has_optimizer": True, "shares_optimizer": True}
+    state |= {"expert_model_parallel_size": 1, "optimizer": "distributed"}
     (newest / "rl_state.json").write_text(json.dumps(state))
     (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
 

@@ -18,6 +18,7 @@ LEVELS = [
         "collector",
         "evaluation",
         "checkpoint",
+        "optimizer_loading",
         "places",
         "patience",
         "run_prompts",

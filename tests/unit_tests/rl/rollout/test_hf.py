@@ -211,6 +211,24 @@ def test_each_token_carries_the_version_that_sampled_it(folder):
         assert {version for completion in stream for version in completion.versions} == {4}
 
 
+def test_an_update_between_two_tokens_of_a_batch(folder, model):
+    other, new = make_model("qwen3-moe", seed=1), 0
+    with make_engine(folder, version=3) as engine:
+        stream = engine.generate(make_requests(30, PLAIN))
+        completions = [next(stream)]
+        engine.update_weights(_hub_tensors(other), version=4)
+        completions += stream
+    for completion in completions:
+        assert list(completion.versions) == sorted(completion.versions)
+        for version, judge in ((3, model), (4, other)):
+            expected = logits_of(judge, completion).log_softmax(-1)
+            expected = expected.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            of_version = torch.tensor(completion.versions) == version
+            assert ((torch.tensor(completion.logprobs) - expected)[of_version].abs() < 1e-5).all()
+            new += int(of_version.sum()) if version == 4 else 0
+    assert new > 50
+
+
 def test_an_incomplete_update_stops_the_engine(folder):
     tensors = list(_hub_tensors(make_model("qwen3-moe", seed=1)))
     with make_engine(folder) as engine:
