@@ -8,7 +8,6 @@ from megatron.rl.cpu_platform import is_cpu_platform
 from megatron.rl.objectives import UNWEIGHTED, parameters_of
 
 Arguments = argparse.Namespace
-ROUTER_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 @dataclass(frozen=True)
@@ -29,16 +28,6 @@ def _switched_on(flag: str, name: str) -> Condition:
 
 def _loss_reads(parameter: str, words: str) -> Condition:
     return Condition(words, lambda args: parameter in parameters_of(args.loss))
-
-
-def _aux_coefficients(args: Arguments) -> list[float]:
-    found = args.moe_aux_loss_coeff
-    return list(found) if isinstance(found, list) else [found]
-
-
-def _balancing_types(args: Arguments) -> list[str]:
-    found = args.moe_router_load_balancing_type
-    return list(found) if isinstance(found, list) else [found]
 
 
 CONDITIONS: dict[str, Condition] = {
@@ -109,13 +98,6 @@ CONDITIONS: dict[str, Condition] = {
         lambda args: args.recompute_granularity == "selective" or args.recompute_activations,
     ),
     # experts
-    "router-loss": Condition(
-        f"--moe-router-load-balancing-type {', '.join(ROUTER_LOSSES)}",
-        lambda args: bool(set(_balancing_types(args)).intersection(ROUTER_LOSSES)),
-    ),
-    "router-loss-coefficient": Condition(
-        "--moe-aux-loss-coeff", lambda args: any(_aux_coefficients(args)) or _balancing_types(args) == ["none"]
-    ),
     "flex": Condition("--moe-token-dispatcher-type flex", lambda args: args.moe_token_dispatcher_type == "flex"),
     # checkpoints
     "load": Condition("--load", lambda args: args.load is not None),

@@ -69,14 +69,12 @@ ARCHITECTURE = Theme(
 EXPERTS = Theme(
     "Experts",
     (
-        acts(
-            "--moe-router-load-balancing-type",
-            "a loss that balances the experts; --moe-aux-loss-coeff is its weight",
-            needs="experts router-loss-coefficient",
-            values=("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
+        refused(
+            "--moe-router-load-balancing-type --moe-aux-loss-coeff",
+            "Megatron's balancing losses are products of means over a micro-batch, so that what is learned would "
+            "depend on how a mini-batch is cut; --moe-z-loss-coeff does not",
         ),
-        acts("--moe-aux-loss-coeff", "of the balancing loss", needs="experts router-loss"),
-        acts("--moe-z-loss-coeff", "", needs="experts"),
+        acts("--moe-z-loss-coeff", "a mean over all tokens of the mini-batch, padding left out", needs="experts"),
         acts("--moe-router-dtype", "fp32 where it is left out", needs="experts"),
         acts("--moe-token-dispatcher-type", "alltoall where it is left out", needs="experts"),
         acts("--moe-layer-recompute", "", needs="experts"),

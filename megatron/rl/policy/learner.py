@@ -15,6 +15,7 @@ from megatron.core.utils import unwrap_model
 from megatron.rl.data import TokenBatch
 from megatron.rl.objectives import Objective
 from megatron.rl.policy.head import HeadRequest, LossInputs, policy_head
+from megatron.rl.policy.router_loss import count_tokens_in_routers, padding_seen_by_routers, scale_router_loss
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Learner:
         head: HeadSettings,
     ) -> None:
         self.chunks = chunks
+        count_tokens_in_routers(chunks)
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._config = config
@@ -78,6 +80,7 @@ class Learner:
         self._optimizer.zero_grad()
         # Megatron averages over micro-batches and data-parallel ranks; the weights already divide by global counts.
         scale = len(batches) * self._groups.dp.size()
+        scale_router_loss(self._config, batches, self._groups, float(self._optimizer.get_loss_scale()))
         losses = self._run(batches, requests, scale=scale, forward_only=False)
         learning_rate = get_canonical_lr_for_logging(self._optimizer.param_groups)
         applied, grad_norm, _ = self._optimizer.step()
@@ -127,7 +130,7 @@ class Learner:
         iterators: Any = [iter(work) for _ in self.chunks]
         rows, positions = batches[0].tokens.shape
         return get_forward_backward_func()(
-            forward_step_func=lambda data, model: _forward_step(data, model, scale),
+            forward_step_func=lambda data, model: _forward_step(data, model, scale, self._groups),
             data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(batches),
@@ -149,7 +152,9 @@ class Learner:
         return total.item()
 
 
-def _forward_step(data: Iterator[tuple[TokenBatch, HeadRequest]], model: Any, scale: float) -> tuple[Any, Any]:
+def _forward_step(
+    data: Iterator[tuple[TokenBatch, HeadRequest]], model: Any, scale: float, groups: ProcessGroupCollection
+) -> tuple[Any, Any]:
     batch, request = next(data)
     output = model(
         batch.tokens,
@@ -158,6 +163,7 @@ def _forward_step(data: Iterator[tuple[TokenBatch, HeadRequest]], model: Any, sc
         output_processor=policy_head,
         output_processor_context=request,
         packed_seq_params=_packed(batch),
+        padding_mask=padding_seen_by_routers(batch, unwrap_model(model), groups),
     )
 
     def loss_of(loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

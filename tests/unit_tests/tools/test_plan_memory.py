@@ -105,7 +105,7 @@ def measured(case: str, flags: tuple[str, ...], folder: Path) -> Measured:
         kept = None
         if groups.pp.size() == 1:
             request = learner._request(batches[0], weights[0])
-            kept = saved(lambda: _forward_step(iter([(batches[0], request)]), chunks[0], 1.0), chunks)
+            kept = saved(lambda: _forward_step(iter([(batches[0], request)]), chunks[0], 1.0, groups), chunks)
             slices = groups.tp.size() if here.policy.config.sequence_parallel else 1
             # The head has its gradient by then, which is kept elsewhere.
             kept += batches[0].tokens.numel() * SIZES["hidden_size"] * (2 if here.parsed.run.bf16 else 4) // slices

@@ -72,7 +72,7 @@ VALUES = {
     "--optimizer sgd": "--optimizer sgd cannot be used here, only adam",
     "--exit-signal SIGKILL": "only SIGTERM or SIGINT",
     "--attention-backend local": "only auto or flash or fused or unfused",
-    "--moe-router-load-balancing-type aux_loss sinkhorn": "only none or aux_loss",
+    "--moe-router-load-balancing-type aux_loss sinkhorn": "depend on how a mini-batch is cut",
     "--transformer-impl inference_optimized": "only local or transformer_engine",
     "--rl-consumption-granularity G": "only B",
     "--dist-ckpt-strictness ignore_all": "only assume_ok_unexpected",

@@ -18,6 +18,7 @@ _WORDS = {
     "packed": ("--rl-use-sequence-packing", "--max-tokens-per-gpu", "32"),
     "tokens": ("--max-tokens-per-gpu", "32"),  # rows, cut by the budget
     "plain-optimizer": ("--no-use-distributed-optimizer",),
+    "z-loss": ("--moe-z-loss-coeff", "0.1"),
     "recompute-all": ("--recompute-granularity", "full"),
     "recompute-some": ("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp"),
     "recompute-experts": ("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "moe"),
@@ -41,11 +42,16 @@ class Layout:
             flags += _WORDS[word] if word in _WORDS else (_SHORT[name], word[len(name) :])
         return flags
 
+    @property
+    def alone(self) -> "Layout":
+        """One process with the same loss."""
+        return Layout(1, self.model, " ".join(word for word in self.words.split() if word == "z-loss"))
+
     def __str__(self) -> str:
         return f"{self.processes} {'dense' if self.model == DENSE else 'moe'} {self.words}"
 
 
-ALONE = {model: Layout(1, model, "") for model in (DENSE, MOE)}
+ALONE = [Layout(1, DENSE, ""), Layout(1, MOE, ""), Layout(1, MOE, "z-loss")]
 
 LAYOUTS = [
     *(Layout(1, model, words) for model in (DENSE, MOE) for words in ("packed", "tokens", "recompute-all")),
@@ -63,6 +69,11 @@ LAYOUTS = [
     Layout(2, MOE, "EP2 recompute-experts"),
     Layout(2, DENSE, "PP2 VPP packed recompute-all"),
     *(Layout(2, MOE, words) for words in ("EP2", "EP2 packed", "EP2 tokens", "CP2 EP2 packed recompute-all")),
+    *(Layout(1, MOE, f"{words} z-loss") for words in ("packed", "tokens", "recompute-all")),
+    *(
+        Layout(2, MOE, f"{words} z-loss")
+        for words in ("packed", "PP2 VPP", "CP2", "CP2 packed", "EP2 tokens", "TP2 SP ETP1")
+    ),
     # four: combinations
     Layout(4, DENSE, "TP4"),
     Layout(4, DENSE, "TP4 SP packed"),
@@ -79,6 +90,8 @@ LAYOUTS = [
     Layout(4, MOE, "EP4 packed"),
     Layout(4, MOE, "EP2 CP2"),
     Layout(4, MOE, "PP2 EP2 packed"),
+    Layout(4, MOE, "TP2 SP PP2 packed z-loss"),
+    Layout(4, MOE, "TP2 SP EP2 CP2 ETP1 z-loss"),
 ]
 
 LARGE = [

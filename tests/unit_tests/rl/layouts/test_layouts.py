@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit_tests.distributed import run_ranks
-from tests.unit_tests.rl.layouts.table import ALONE, DENSE, LARGE, LAYOUTS, Layout
+from tests.unit_tests.rl.layouts.table import ALONE, DENSE, LARGE, LAYOUTS, MOE, Layout
 from tests.unit_tests.rl.layouts.training import ROUNDING, Outcome, compare, train
 from tests.unit_tests.rl.weights import tiny
 
@@ -27,7 +27,7 @@ def train_all(rank: int, ranks: int, layouts: list[Layout], folders: dict[str, P
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    made = {model: tmp_path_factory.mktemp(model) for model in ALONE}
+    made = {model: tmp_path_factory.mktemp(model) for model in (DENSE, MOE)}
     for model, folder in made.items():
         tiny.save_hf(model, folder)
     return made
@@ -64,15 +64,15 @@ def results(folders) -> Results:
 
 
 def check(layout: Layout, among: list[Layout], results: Results) -> None:
-    (alone,) = results.of(ALONE[layout.model], [*ALONE.values(), *LAYOUTS])
-    worst = compare(results.of(layout, [*ALONE.values(), *among]), alone)
+    (alone,) = results.of(layout.alone, [*ALONE, *LAYOUTS])
+    worst = compare(results.of(layout, [*ALONE, *among]), alone)
     print(layout, {name: f"{value:.1e}" for name, value in worst.items()})
     assert max(worst.values()) <= ROUNDING, worst
 
 
 def test_the_comparison_sees_one_wrong_number(results):
     """An element of one gradient off by a ten-thousandth of that tensor's norm, and so for the other quantities."""
-    (alone,) = results.of(ALONE[DENSE], [*ALONE.values(), *LAYOUTS])
+    (alone,) = results.of(Layout(1, DENSE, ""), [*ALONE, *LAYOUTS])
     wrong = 1e-4
     gradients = [dict(step) for step in alone.gradients]
     name = "model.layers.3.mlp.down_proj.weight"
