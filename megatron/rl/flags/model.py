@@ -66,14 +66,15 @@ ARCHITECTURE = Theme(
     ),
 )
 
+_BALANCING = (
+    "Megatron's balancing losses are products of means over a micro-batch, so that what is learned would depend on "
+    "how a mini-batch is cut; --moe-z-loss-coeff does not"
+)
 EXPERTS = Theme(
     "Experts",
     (
-        refused(
-            "--moe-router-load-balancing-type --moe-aux-loss-coeff",
-            "Megatron's balancing losses are products of means over a micro-batch, so that what is learned would "
-            "depend on how a mini-batch is cut; --moe-z-loss-coeff does not",
-        ),
+        refused("--moe-router-load-balancing-type", _BALANCING, values=("none",)),
+        refused("--moe-aux-loss-coeff", _BALANCING),
         acts("--moe-z-loss-coeff", "a mean over all tokens of the mini-batch, padding left out", needs="experts"),
         acts("--moe-router-dtype", "fp32 where it is left out", needs="experts"),
         acts("--moe-token-dispatcher-type", "alltoall where it is left out", needs="experts"),

@@ -91,6 +91,7 @@ def _report_a_step(reporter: Reporter, samples: list[Sample], step: int, iterati
     reporter.rollout(samples)
     reporter.update(*_update(samples[:4], loss=1.0, applied=True, shift=0.01), first=True)
     reporter.update(*_update(samples[4:], loss=2.0, applied=False, shift=-0.5), first=False)
+    reporter.probe(compare([[-1.0]], [[-1.25]], "float32"))
     reporter.step(step, iteration)
 
 
@@ -130,6 +131,7 @@ def test_the_numbers_are_those_of_the_events(run, groups):
     held = sum(lengths) + sum(len(sample.completion.prompt_ids) for sample in _samples())
     expected = {
         "iteration": 2,
+        "mismatch/after_sync": 0.25,
         "reward/mean": 1 / 8,
         "reward/unreadable": 4,
         "reward/timeouts": 2,
